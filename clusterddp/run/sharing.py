@@ -9,7 +9,7 @@ import contextlib
 import dataclasses
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from fnmatch import fnmatch
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.directory import STORE_NAME, RunDir, is_of_another_user
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, read_sweep
-from clusterddp.system.files import SHARED_COPIES, read_json, write_json, write_text
+from clusterddp.system.files import SHARED_COPIES, read_json, write_json
 
 _OPEN = ("attempts", "checkpoints", "code", "output", "tb")
 """Directories that are shared whole."""
@@ -69,24 +69,20 @@ def share_sweep(sweep: SweepDir, group: int | None) -> None:
 def close(path: Path) -> None:
     """Take a run or a sweep back: no group may read it.
 
-    The snapshot of the code stays open, for other runs may share it; its directory is closed with the last of them.
+    The snapshot of the code stays open, for other runs may share it.
     Raises: as `share`.
     """
     _refuse_foreign(path)
     with _explaining(path):
-        _change(path, lambda mode: mode & ~_GROUP)  # first: no path leads inside from here on
+        _change(path, _closed)  # first: no path leads inside from here on
         for inner in _tree(path):
-            _change(inner, lambda mode: mode & ~_GROUP)
+            if inner.is_dir() or inner.lstat().st_nlink == 1:  # another name of a file may be in the store of snapshots
+                _change(inner, _closed)
         for copy in _tree(path / SHARED_COPIES):
             if copy.is_file():
                 copy.unlink()
     with contextlib.suppress(OSError):
         (path / SHARED_COPIES).rmdir()
-
-
-def is_shared(run: RunDir) -> bool:
-    """Return whether a run was shared, and not taken back."""
-    return (run.path / SHARED_COPIES).is_dir()
 
 
 def closed_parents(path: Path, group: int) -> list[tuple[Path, str]]:
@@ -117,8 +113,6 @@ def _write_copies(run: RunDir) -> None:
     gang = plan["gang"] | {"token": _NO_TOKEN, "env": _masked(plan["gang"].get("env") or {})}
     kept = {key: plan[key] for key in _PLAN_KEYS if key in plan}
     write_json(copies / run.plan.name, kept | {"spec": spec, "gang": gang, "token": _NO_TOKEN, "ssh": None, "slurm": None})
-    if not _has_values(plan["spec"]):
-        write_text(copies / run.spec.name, run.spec.read_text(encoding="utf-8"))
 
 
 def _make_copies(path: Path) -> Path:
@@ -132,7 +126,9 @@ def _masked(value: Any) -> Any:
     return {key: _HIDDEN for key in value} if isinstance(value, Mapping) else value and _HIDDEN
 
 
-def _has_values(spec: Mapping[str, Any]) -> bool:
+def _has_values(run: RunDir) -> bool:
+    """Return whether the spec has values that are not shared."""
+    spec = (read_json(run.plan) or {}).get("spec") or {}
     return any(spec.get(section) for section in _CLOSED_SECTIONS)
 
 
@@ -141,6 +137,8 @@ def _open_paths(run: RunDir) -> Iterator[Path]:
         if not (run.path / name).is_symlink():
             yield from _tree(run.path / name)
     yield from (run.path / name for name in _OPEN_FILES)
+    if not _has_values(run):
+        yield run.spec
     with os.scandir(run.launcher_dir) as entries:
         names = [entry.name for entry in entries]
     yield from (
@@ -163,6 +161,10 @@ def _stored(place: Path) -> Path | None:
     return target if target.parent.name.startswith(STORE_NAME) and target.is_dir() else None
 
 
+def _closed(mode: int) -> int:
+    return mode & ~_GROUP
+
+
 def _open_to(path: Path, group: int | None, *, read: bool = True) -> None:
     def opened(mode: int) -> int:
         return mode | (_READ if read else 0) | (_ENTER if mode & stat.S_IXUSR else 0)
@@ -170,24 +172,19 @@ def _open_to(path: Path, group: int | None, *, read: bool = True) -> None:
     _change(path, opened, group)
 
 
-def _change(path: Path, changed: Any, group: int | None = None) -> None:
+def _change(path: Path, changed: Callable[[int], int], group: int | None = None) -> None:
     """Change the mode and the group of a file or directory; a link, and what is gone, is left as it is."""
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-    except FileNotFoundError:
+    if not (path.is_file() or path.is_dir()) or path.is_symlink():
         return
-    except OSError:
-        if path.is_symlink():
-            return
-        raise
-    try:
-        found = os.fstat(descriptor)
-        if stat.S_ISREG(found.st_mode) or stat.S_ISDIR(found.st_mode):
+    with contextlib.suppress(FileNotFoundError):
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        try:
+            found = os.fstat(descriptor)
             if group is not None and found.st_gid != group:
                 os.fchown(descriptor, -1, group)
             os.fchmod(descriptor, changed(stat.S_IMODE(found.st_mode)))
-    finally:
-        os.close(descriptor)
+        finally:
+            os.close(descriptor)
 
 
 @contextlib.contextmanager
