@@ -41,6 +41,7 @@ def share(run: RunDir, group: int | None) -> None:
     cannot be changed.
     """
     _refuse_foreign(run.path)
+    group = os.stat(run.path).st_gid if group is None else group
     _write_copies(run)
     with _explaining(run.path):
         for path in _open_paths(run):
@@ -57,6 +58,7 @@ def share(run: RunDir, group: int | None) -> None:
 def share_sweep(sweep: SweepDir, group: int | None) -> None:
     """Let a group read a sweep and its runs; raises as `share`."""
     _refuse_foreign(sweep.path)
+    group = os.stat(sweep.path).st_gid if group is None else group
     copies = _make_copies(sweep.path)
     write_json(copies / sweep.record.name, dataclasses.asdict(read_sweep(sweep)) | {"token": _NO_TOKEN})
     for run in sweep.runs():
@@ -165,7 +167,7 @@ def _closed(mode: int) -> int:
     return mode & ~_GROUP
 
 
-def _open_to(path: Path, group: int | None, *, read: bool = True) -> None:
+def _open_to(path: Path, group: int, *, read: bool = True) -> None:
     def opened(mode: int) -> int:
         return mode | (_READ if read else 0) | (_ENTER if mode & stat.S_IXUSR else 0)
 

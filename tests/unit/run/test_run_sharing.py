@@ -15,7 +15,7 @@ from clusterddp.errors import UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sharing import close, closed_parents, share
 from clusterddp.system.files import append_jsonl, read_json, write_json
-from tests.support.handmade_runs import complete, make_run, start_attempt
+from tests.support.handmade_runs import complete, fail, make_run, start_attempt
 
 SECRET = "s3cret-value"
 GROUP, USER = 65533, 65532
@@ -39,7 +39,7 @@ def run(tmp_path: Path) -> RunDir:
     attempt = start_attempt(run)
     attempt.stdout(0).write_text("hello from rank 0\n")
     append_jsonl(run.metrics, {"kind": "log", "step": 1, "loss": 0.5, "attempt": 0})
-    complete(run, attempt)
+    fail(attempt)
     for folder, names, files in os.walk(tmp_path):
         for name in names:
             Path(folder, name).chmod(0o700)
@@ -122,23 +122,36 @@ def test_a_second_user_reads_and_commands_nothing(run: RunDir, tmp_path: Path) -
     for directory in (tmp_path, *tmp_path.parents):
         if directory.owner() == "root" and directory != Path("/tmp"):
             directory.chmod(directory.stat().st_mode | 0o055)
-    share(run, GROUP)
+    other = make_run(run.path.parent, "calm-lynx-4")
+    other.launcher_dir.mkdir()
+    complete(other, start_attempt(other))
+    for each in (run, other):
+        share(each, GROUP)
     run.path.parent.chmod(0o755)
+    # The program has loaded all modules before it becomes the second user, who need not reach this Python.
     program = (
-        "import os, sys; os.environ['XDG_STATE_HOME'] = '/nonexistent'\n"
-        f"os.setgroups([{GROUP}]); os.setgid({USER}); os.setuid({USER})\n"
+        "import contextlib, os, sys; os.environ['XDG_STATE_HOME'] = '/nonexistent'\n"
         "from clusterddp.cli.main import main\n"
-        "for argv in sys.argv[2:]: print('>', argv, main([*argv.split(), sys.argv[1]]), flush=True)"
+        "run, other = sys.argv[1:3]\n"
+        "with contextlib.redirect_stdout(sys.stderr):\n"
+        "    for argv in sys.argv[3:]: main([*argv.replace('rm', 'rm -n').replace('resume', 'resume -n').split(), run])\n"
+        "    main(['compare', run, other])\n"
+        f"os.setgroups([{GROUP}]); os.setgid({USER}); os.setuid({USER}); print('now the other', file=sys.stderr)\n"
+        "print('> compare', main(['compare', run, other]), flush=True)\n"
+        "for argv in sys.argv[3:]: print('>', argv, main([*argv.split(), run]), flush=True)"
     )
     commands = ["status", "logs", "report --out -", "cancel", "resume", "rm", "share"]
-    argv = [sys.executable, "-c", program, str(run.path), *commands]
-    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, cwd="/")
+    argv = [sys.executable, "-c", program, str(run.path), str(other.path), *commands]
+    environ = os.environ | {"CLUSTERDDP_RUNS": str(run.path.parent)}
+    done = subprocess.run(argv, capture_output=True, text=True, check=False, timeout=60, cwd="/", env=environ)
+    said = done.stderr.rpartition("now the other")[2]
     lines = [line[2:] for line in done.stdout.splitlines() if line.startswith("> ")]
-    assert lines == ["status 0", "logs 0", "report --out - 0", "cancel 2", "resume 2", "rm 2", "share 2"], done.stderr
+    refused = ["cancel 2", "resume 2", "rm 2", "share 2"]
+    assert lines == ["compare 0", "status 0", "logs 0", "report --out - 0", *refused], said
     assert "hello from rank 0" in done.stdout
-    assert "COMPLETED" in done.stdout
-    assert SECRET not in done.stdout + done.stderr
-    assert done.stderr.count("belongs to another user") >= 3
+    assert "FAILED" in done.stdout
+    assert SECRET not in done.stdout + said
+    assert said.count("belongs to another user") == len(refused), said
 
 
 @pytest.mark.root
