@@ -27,9 +27,7 @@ _TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run, or the sweep, has ended.")
 @runs_option
 @click.pass_obj
-def relay(
-    terminal: Terminal, *, name: str, tracker: str, project: str | None, follow: bool, runs_dir: Path
-) -> None:
+def relay(terminal: Terminal, *, name: str, tracker: str, project: str | None, follow: bool, runs_dir: Path) -> None:
     """Copy a run's metrics, configuration and end to an experiment tracker.
 
     A later call, also after a crash, sends only what the tracker does not have. All attempts are one run of the
@@ -52,7 +50,9 @@ def relay(
             say("\ndetached; the same command goes on where this one stopped")
             raise
         for copy in copies:
-            say(f"{copy.run.name} {read_state(copy.run).state.value}: {copy.points:,} new rows  {printable(copy.where)}")
+            say(
+                f"{copy.run.name} {read_state(copy.run).state.value}: {copy.points:,} new rows  {printable(copy.where)}"
+            )
 
 
 COMMANDS = {"relay": relay}

@@ -14,6 +14,7 @@ from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
+from clusterddp.run.directory import STORE_NAME
 from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 
@@ -41,7 +42,7 @@ def share(terminal: Terminal, *, name: str, group: str | None, private: bool, ru
         if group is not None:
             raise UsageError("--private takes the run back from every group, and --group names one")
         sharing.close(path)
-        say(f"{path.name} is private; the copy of its code in {sharing.STORE_NAME} stays, other runs may share it")
+        say(f"{path.name} is private; the copy of its code in {STORE_NAME} stays open, other runs may share it")
         return
     number = None if group is None else _group_number(group)
     if sweep:
@@ -49,7 +50,8 @@ def share(terminal: Terminal, *, name: str, group: str | None, private: bool, ru
     else:
         sharing.share(runs[0], number)
     number = os.stat(path).st_gid
-    say(f"{path.name} can be read by the group {_group_name(number)}: clusterddp status {shlex.quote(str(path.resolve()))}")
+    where = shlex.quote(str(path.resolve()))
+    say(f"{path.name} can be read by the group {_group_name(number)}: clusterddp status {where}")
     for folder, remedy in sharing.closed_parents(path, number):
         say(f"  the group cannot enter {folder}: {remedy}")
     if not all(read_state(run).finished for run in runs):

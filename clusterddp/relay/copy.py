@@ -13,7 +13,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.relay.facts import RunFacts, read_ending
-from clusterddp.relay.memory import Memory, MemoryFile
+from clusterddp.relay.memory import MemoryFile
 from clusterddp.relay.rows import Place, read_points
 from clusterddp.relay.tracker import Tracker
 from clusterddp.run.directory import RunDir
@@ -39,7 +39,9 @@ class Copy:
         """Where the tracker shows the run; empty: nothing was sent."""
         self._file, self._load = file, load
         self._tracker: Tracker | None = None
-        self._begin()
+        self._memory = file.read()
+        self._read = self._memory.stored
+        self._uncertain_rows = self._memory.sending.rows
 
     def update(self) -> None:
         """Send the rows that are new.
@@ -78,11 +80,6 @@ class Copy:
         self._tracker = None
         self._remember(stored=self._read, sending=self._read, ended=spelled, facts=dict(facts))
 
-    def _begin(self) -> None:
-        self._memory: Memory = self._file.read()
-        self._read: Place = self._memory.stored
-        self._uncertain_rows = self._memory.sending.rows
-
     def _opened(self) -> Tracker:
         if self._tracker is None:
             tracker = self._load()
@@ -105,7 +102,7 @@ class Copy:
             raise
         except Exception as error:
             self._tracker = None
-            self._begin()
+            self._read, self._uncertain_rows = self._memory.stored, self._memory.sending.rows
             text = " ".join(str(error).split())[:300] or "no message"
             raise TrackerError(
                 f"{self._memory.target}: {type(error).__name__}: {text}",

@@ -74,7 +74,8 @@ def read_facts(run: RunDir) -> RunFacts:
         name=record.name,
         launcher=record.launcher,
         created=record.created_ns / 1e9,
-        config=flat_config(spec if isinstance(spec, dict) else {}) | ({"parent": record.parent} if record.parent else {}),
+        config=flat_config(spec if isinstance(spec, dict) else {})
+        | ({"parent": record.parent} if record.parent else {}),
     )
 
 

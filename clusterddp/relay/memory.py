@@ -35,7 +35,7 @@ class Memory:
     stored: Place = field(default_factory=Place)
     """The tracker has every row before it."""
     sending: Place = field(default_factory=Place)
-    """Rows from `stored` to here may have been sent; ahead of `stored` only while a call runs, or after it was killed."""
+    """Rows from `stored` to here may have been sent, by a call that runs or was killed."""
     ended: str = ""
     """Which end the tracker knows: `1 COMPLETED` is the first resumed attempt; empty: none."""
     facts: dict[str, Any] = field(default_factory=dict)

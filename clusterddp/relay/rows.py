@@ -60,7 +60,7 @@ def read_points(path: Path, place: Place) -> Iterator[tuple[list[Point], Place]]
         if file.seek(0, 2) < place.offset:
             raise ClusterddpError(
                 f"{path}: has fewer than the {place.offset:,} bytes that were relayed before",
-                hint="another file took its place; --anew begins another run of the tracker",
+                hint="another file took its place; another --project takes all of it",
             )
         file.seek(place.offset)
         rest = b""
@@ -114,9 +114,13 @@ def numbers_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
         name = f"{prefix}{key}"
         if isinstance(value, dict) and name.count(".") < _MAX_DEPTH:
             yield from numbers_of(value, f"{name}.")
-        elif isinstance(value, str) and value in _NOT_FINITE:
+        elif _is_number(value):
             yield name, float(value)
-        elif isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**1023:
-            yield name, float(value)
-        elif isinstance(value, float):
-            yield name, value
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, str):
+        return value in _NOT_FINITE
+    if isinstance(value, int):
+        return not isinstance(value, bool) and abs(value) < 2**1023
+    return isinstance(value, float)

@@ -52,8 +52,12 @@ class Mlflow:
         tags |= {"clusterddp.sweep": run.group} if run.group else {}
         if runs:
             self._client.update_run(runs[0].info.run_id, status="RUNNING")
-        first = runs[0] if runs else self._client.create_run(
-            self._experiment_id, start_time=round(run.created * 1000), tags={_ID: run.id}, run_name=run.title
+        first = (
+            runs[0]
+            if runs
+            else self._client.create_run(
+                self._experiment_id, start_time=round(run.created * 1000), tags={_ID: run.id}, run_name=run.title
+            )
         )
         self._run_id = first.info.run_id
         self._set(tags | {"clusterddp.state": "RUNNING"})
@@ -112,4 +116,8 @@ class Mlflow:
 
 def _point_of(metric: Any) -> tuple[Any, ...]:
     # A value that is not finite is stored as another one by some stores.
-    return metric.step, metric.timestamp, metric.value if math.isfinite(metric.value) and abs(metric.value) < 1e300 else None
+    return (
+        metric.step,
+        metric.timestamp,
+        metric.value if math.isfinite(metric.value) and abs(metric.value) < 1e300 else None,
+    )

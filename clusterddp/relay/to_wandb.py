@@ -33,7 +33,9 @@ class Wandb:
         self._run: Any = None
 
     def view(self) -> str:
-        return self._run.url or f"wandb sync {self._run.dir.removesuffix('/files')}"
+        if self._run.offline:
+            return f"wandb sync {str(self._run.dir).removesuffix('/files')}"
+        return str(self._run.url)
 
     def open(self, run: RunFacts, remembered: Mapping[str, Any]) -> None:
         settings = {"console": "off", "silent": True, "disable_code": True, "disable_git": True, "x_disable_meta": True}

@@ -29,7 +29,7 @@ class Tracker(Protocol):
         """
 
     def send(self, points: Sequence[Point], *, again: bool) -> None:
-        """Send points; `again`: a call that was killed may have sent them, so those that the tracker has are left out."""
+        """Send points; `again`: a call that was killed may have sent them; those that the tracker has are left out."""
 
     def commit(self) -> Mapping[str, Any] | None:
         """Return what `open` needs next time, once all points are stored; None: they may not be before `close`."""

@@ -114,7 +114,9 @@ def _write_copies(run: RunDir) -> None:
     spec = {key: _masked(value) if key in _CLOSED_SECTIONS else value for key, value in plan["spec"].items()}
     gang = plan["gang"] | {"token": _NO_TOKEN, "env": _masked(plan["gang"].get("env") or {})}
     kept = {key: plan[key] for key in _PLAN_KEYS if key in plan}
-    write_json(copies / run.plan.name, kept | {"spec": spec, "gang": gang, "token": _NO_TOKEN, "ssh": None, "slurm": None})
+    write_json(
+        copies / run.plan.name, kept | {"spec": spec, "gang": gang, "token": _NO_TOKEN, "ssh": None, "slurm": None}
+    )
 
 
 def _make_copies(path: Path) -> Path:
@@ -125,7 +127,7 @@ def _make_copies(path: Path) -> Path:
 
 
 def _masked(value: Any) -> Any:
-    return {key: _HIDDEN for key in value} if isinstance(value, Mapping) else value and _HIDDEN
+    return dict.fromkeys(value, _HIDDEN) if isinstance(value, Mapping) else value and _HIDDEN
 
 
 def _has_values(run: RunDir) -> bool:
@@ -195,7 +197,8 @@ def _explaining(path: Path) -> Iterator[None]:
         yield
     except PermissionError as error:
         raise UsageError(
-            f"{error.filename or path.name}: {error.strerror}", hint="you can share with a group that you are in: id -Gn"
+            f"{error.filename or path.name}: {error.strerror}",
+            hint="you can share with a group that you are in: id -Gn",
         ) from error
     except OSError as error:
         raise ClusterddpError(f"{error.filename or path}: cannot be shared: {error.strerror}") from error

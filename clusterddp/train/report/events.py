@@ -26,11 +26,11 @@ def hparams_summary(hparams: Mapping[str, str | float], metrics: Sequence[str], 
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-    kinds = {key: "DATA_TYPE_STRING" if isinstance(value, str) else "DATA_TYPE_FLOAT64" for key, value in hparams.items()}
+    kinds = {
+        key: "DATA_TYPE_STRING" if isinstance(value, str) else "DATA_TYPE_FLOAT64" for key, value in hparams.items()
+    }
     experiment = api_pb2.Experiment(
-        hparam_infos=[
-            api_pb2.HParamInfo(name=key, type=api_pb2.DataType.Value(kind)) for key, kind in kinds.items()
-        ],
+        hparam_infos=[api_pb2.HParamInfo(name=key, type=api_pb2.DataType.Value(kind)) for key, kind in kinds.items()],
         metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
     )
     start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=started)
@@ -51,9 +51,7 @@ def hparams_end(status: str, *, ended: float) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
-    end = plugin_data_pb2.SessionEndInfo(
-        status=api_pb2.Status.Value(f"STATUS_{status}"), end_time_secs=ended
-    )
+    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.Status.Value(f"STATUS_{status}"), end_time_secs=ended)
     data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
     return Summary(value=[_hparams_value(metadata.SESSION_END_INFO_TAG, data)])
 

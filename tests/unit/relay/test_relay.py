@@ -137,9 +137,9 @@ def test_the_id_follows_from_the_run_and_not_from_its_token_or_place(run: RunDir
 
 def test_two_relays_of_a_run_to_one_tracker_are_refused(run: RunDir) -> None:
     with open_relay([run], "tensorboard", project=None, environ={}):
-        with pytest.raises(UsageError, match="another process relays this run"):
-            with open_relay([run], "tensorboard", project=None, environ={}):
-                pass
+        again = open_relay([run], "tensorboard", project=None, environ={})
+        with pytest.raises(UsageError, match="another process relays this run"), again:
+            pass
         with open_relay([run], "tensorboard", project="another", environ={}):
             pass
 
@@ -211,3 +211,17 @@ def test_the_table_of_hyperparameters_has_the_configuration(run: RunDir, tmp_pat
         "name": "test",
         "train.lr": 0.5,
     }
+
+
+def test_a_relay_that_follows_ends_with_the_run(
+    run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def goes_on(seconds: float) -> None:
+        log(run, 2)
+        complete(run, run.attempt(0))
+
+    log(run, 1)
+    monkeypatch.setattr("clusterddp.relay.relay.time.sleep", goes_on)
+    assert main(["relay", str(run.path), "--to", "tensorboard", "--project", "p", "--follow"]) == 0
+    assert [step for _, step, _ in events(tmp_path / "tensorboard" / "p" / "test brisk-otter-3")] == [1, 2]
+    assert "COMPLETED: 2 new rows" in capfd.readouterr().err

@@ -28,7 +28,9 @@ def read(path: Path, place: Place | None = None) -> tuple[list[Point], Place]:
 
 def test_values_are_named_by_the_kind_of_the_row(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    write(path, {"kind": "train", "step": 10, "attempt": 1, "time": 5.0, "loss": 2, "step_ms": {"p50": 3.5}, "comm": "x"})
+    write(
+        path, {"kind": "train", "step": 10, "attempt": 1, "time": 5.0, "loss": 2, "step_ms": {"p50": 3.5}, "comm": "x"}
+    )
     write(path, {"kind": "log", "step": 11, "reward": "nan", "time": 6.0}, {"kind": "progress", "step": 12})
     points, _ = read(path)
     assert points[0] == Point(
@@ -69,7 +71,7 @@ def test_a_file_that_has_become_shorter_is_refused(tmp_path: Path) -> None:
     write(path, {"kind": "log", "loss": 1.0})
     _, place = read(path)
     path.write_text("")
-    with pytest.raises(ClusterddpError, match="fewer than the .* bytes that were relayed"):
+    with pytest.raises(ClusterddpError, match=r"fewer than the .* bytes that were relayed"):
         read(path, place)
 
 

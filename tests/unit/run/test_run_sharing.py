@@ -19,7 +19,14 @@ from tests.support.handmade_runs import complete, fail, make_run, start_attempt
 
 SECRET = "s3cret-value"
 GROUP, USER = 65533, 65532
-CLOSED = ("run.json", "plan.json", "spec.yaml", "launcher/secrets.json", "launcher/environment.json", "relay/mlflow.json")
+CLOSED = (
+    "run.json",
+    "plan.json",
+    "spec.yaml",
+    "launcher/secrets.json",
+    "launcher/environment.json",
+    "relay/mlflow.json",
+)
 
 
 @pytest.fixture
@@ -134,7 +141,8 @@ def test_a_second_user_reads_and_commands_nothing(run: RunDir, tmp_path: Path) -
         "from clusterddp.cli.main import main\n"
         "run, other = sys.argv[1:3]\n"
         "with contextlib.redirect_stdout(sys.stderr):\n"
-        "    for argv in sys.argv[3:]: main([*argv.replace('rm', 'rm -n').replace('resume', 'resume -n').split(), run])\n"
+        "    for argv in sys.argv[3:]:\n"
+        "        main([*argv.split(), run, *(['-n'] if argv in ('rm', 'resume') else [])])\n"
         "    main(['compare', run, other])\n"
         f"os.setgroups([{GROUP}]); os.setgid({USER}); os.setuid({USER}); print('now the other', file=sys.stderr)\n"
         "print('> compare', main(['compare', run, other]), flush=True)\n"
