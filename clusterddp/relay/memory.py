@@ -23,8 +23,6 @@ from clusterddp.relay.rows import Place
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_record, write_json
 
-FOLDER = "relay"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Memory:
@@ -85,5 +83,5 @@ class MemoryFile:
 
 def _folder(run: RunDir, facts: RunFacts) -> Path:
     if os.stat(run.path).st_uid == os.geteuid():
-        return run.path / FOLDER
-    return platformdirs.user_state_path("clusterddp") / FOLDER / facts.id
+        return run.relay
+    return platformdirs.user_state_path("clusterddp") / "relay" / facts.id
