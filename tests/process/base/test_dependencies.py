@@ -45,7 +45,7 @@ ARGUMENTS = {
     "logs": "logs RUN",
     "manifest": "manifest job.yaml --image x",
     "ps": "ps",
-    "relay": "relay RUN --to wandb",
+    "relay": "relay --help",
     "report": "report RUN --out -",
     "rerun": "rerun RUN -n",
     "resume": "resume RUN -n",
