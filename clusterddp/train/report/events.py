@@ -66,14 +66,22 @@ def _hparams_value(tag: str, data: Any) -> Any:
 class EventWriter:
     """Writes scalars from a thread of its own; where tensorboard is absent it says so once and writes none."""
 
-    def __init__(self, directory: str, *, purge_step: int, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        directory: str,
+        *,
+        purge_step: int,
+        report: Callable[[str], None],
+        first: Callable[[], Any] | None = None,
+    ) -> None:
         """Begin a file of events; those of earlier files from `purge_step` on count no more.
 
-        `report` is called, from that thread, when there will be no events.
+        `first` makes the summary that the file begins with; it is called from that thread, and so is `report`, when
+        there will be no events.
         """
         self._report = report
         self._rows: queue.SimpleQueue[tuple[float, int, dict[str, float]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(directory, purge_step), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(directory, purge_step, first), daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -83,7 +91,7 @@ class EventWriter:
         self._rows.put(None)
         self._thread.join()
 
-    def _work(self, directory: str, purge_step: int) -> None:
+    def _work(self, directory: str, purge_step: int, first: Callable[[], Any] | None) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -95,6 +103,8 @@ class EventWriter:
             writer = EventFileWriter(directory)
             start = SessionLog(status=SessionLog.START)
             writer.add_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
+            if first is not None:
+                writer.add_event(Event(wall_time=time.time(), step=0, summary=first()))
             while (row := self._rows.get()) is not None:
                 at, step, values = row
                 scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
