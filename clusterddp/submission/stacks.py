@@ -9,7 +9,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.record import read_gang, read_run
 from clusterddp.run.stacks import StackReport, newest_report, read_report
 from clusterddp.run.view import RunState
@@ -34,6 +34,8 @@ def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float 
             if kept is None:
                 raise UsageError(f"{run.name} has no ranks to ask: it is {view.state.value}")
             return kept
+        if is_of_another_user(run.path):
+            raise UsageError(f"{run.name} belongs to another user, and only that user can ask its ranks")
         attempt = run.attempt(view.attempt)
         launcher = launcher_named(record.launcher)
         wanted = launcher.request_stacks(run, attempt, environ, sync)

@@ -45,6 +45,9 @@ from clusterddp.train.state import TrainState, restore_state, spec_changes
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
 
+_SHOWN = ("model", "dataset", "lr", "batch_size", "accumulate", "epochs", "optimizer", "weight_decay", "seed")
+"""What TensorBoard's table of runs has of the spec."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -114,7 +117,8 @@ def begin(setting: Setting) -> TrainState:
     if is_compiled(spec, group.device):
         compile_if_possible(state, setting)
     setting.slot.follow(model)
-    setting.reporter.open_events(step=state.step)
+    facts = {"world_size": group.world_size, "precision": state.precision, "comm": exchange.label}
+    setting.reporter.open_events(step=state.step, hparams={key: getattr(spec, key) for key in _SHOWN} | facts)
     return state
 
 

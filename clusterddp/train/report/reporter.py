@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any, Protocol, TextIO
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.run.metrics import MetricsFile
 from clusterddp.run.record import log_event
-from clusterddp.system.files import write_json
+from clusterddp.system.files import read_json, write_json
 from clusterddp.system.storage import retry_outage
 from clusterddp.train.evaluate import Evaluation
-from clusterddp.train.report.events import EventWriter, flat_numbers
+from clusterddp.train.report.events import EventWriter, flat_numbers, hparams_summary
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,10 +64,14 @@ class Reporter:
         if self._progress is not None:
             log_event(self._run, "first_step", attempt=self._attempt, phases=phases)
 
-    def open_events(self, *, step: int) -> None:
-        """Begin TensorBoard events; those that an earlier attempt wrote for later steps than `step` are removed."""
+    def open_events(self, *, step: int, hparams: Mapping[str, str | float]) -> None:
+        """Begin TensorBoard events; those that an earlier attempt wrote for later steps than `step` are removed.
+
+        `hparams`: what TensorBoard's table of runs shows of this one, beside the accuracy.
+        """
         if self._progress is not None:
-            self._events = EventWriter(str(self._run.tensorboard), purge_step=step + 1, report=self.log)
+            first = functools.partial(_table, self._run, dict(hparams))
+            self._events = EventWriter(str(self._run.tensorboard), purge_step=step + 1, report=self.log, first=first)
 
     def train(self, report: TrainReport) -> None:
         """Report training steps."""
@@ -117,6 +124,15 @@ class Reporter:
         self._metrics.append({"kind": kind, "attempt": self._attempt, "epoch": epoch, "step": step, **values, **place})
         if self._events is not None:
             self._events.write(step, {f"{kind}/{name}": value for name, value in flat_numbers(values)})
+
+
+def _table(run: RunDir, hparams: Mapping[str, str | float]) -> Any:
+    try:
+        record = read_json(run.record) or {}
+    except (ClusterddpError, OSError):
+        record = {}
+    name = " ".join(str(record[key]) for key in ("name", "run") if record.get(key)) or run.name
+    return hparams_summary(hparams, ["eval/accuracy"], group=name, started=time.time())
 
 
 class Progress(Protocol):

@@ -57,6 +57,30 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     assert len(events.Scalars("train/step_ms_p95")) == 6
 
 
+def test_tensorboard_has_a_table_of_what_the_run_was_trained_with(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams import metadata
+
+    path = make_run(tmp_path / "run")
+    train_once(one_rank(), path, batch_size=32, lr=0.05)
+    events = EventAccumulator(str(path / "tb"))
+    events.Reload()
+    start, experiment = (
+        events.summary_metadata[tag].plugin_data.content
+        for tag in (metadata.SESSION_START_INFO_TAG, metadata.EXPERIMENT_TAG)
+    )
+    shown = metadata.parse_session_start_info_plugin_data(start).hparams
+    assert (shown["lr"].number_value, shown["batch_size"].number_value, shown["optimizer"].string_value) == (
+        0.05,
+        32,
+        "sgd",
+    )
+    assert shown["world_size"].number_value == 1
+    (metric,) = metadata.parse_experiment_plugin_data(experiment).metric_infos
+    assert metric.name.tag == "eval/accuracy"
+
+
 def heavy_modules(group: Group, path: Path) -> set[str]:
     train_once(group, path)
     return {"tensorboard", "torchvision", "rich"} & set(sys.modules)

@@ -1,0 +1,75 @@
+"""The command share: lets a group read a run, and takes it back."""
+
+from __future__ import annotations
+
+import grp
+import os
+import shlex
+from pathlib import Path
+
+import click
+
+from clusterddp.cli.arguments import command, run_argument, runs_option
+from clusterddp.cli.login import works_at_login
+from clusterddp.cli.terminal import Terminal, say
+from clusterddp.errors import UsageError
+from clusterddp.launchers.state import read_state
+from clusterddp.run.directory import STORE_NAME
+from clusterddp.run.find import find_run
+from clusterddp.run.sweep import find_sweep
+
+
+@command("share")
+@works_at_login
+@run_argument(default=None)
+@click.option("--group", metavar="G", help="The group; otherwise the one that the run's directory has.")
+@click.option("--private", is_flag=True, help="Take it back: no group can read the run.")
+@runs_option
+@click.pass_obj
+def share(terminal: Terminal, *, name: str, group: str | None, private: bool, runs_dir: Path) -> None:
+    """Let a group read a run, or a sweep: status, logs, report and compare work for its members.
+
+    They read logs, metrics, checkpoints, results and the code. Secrets, values of env: and the run's token, by which it
+    is commanded, stay closed; nobody else can end, resume or remove the run. Files that a running run writes later are
+    closed: share it again after its end.
+    """
+    from clusterddp.run import sharing
+
+    sweep = find_sweep(runs_dir, name)
+    runs = sweep.runs() if sweep else [find_run(runs_dir, name)]
+    path = sweep.path if sweep else runs[0].path
+    if private:
+        if group is not None:
+            raise UsageError("--private takes the run back from every group, and --group names one")
+        sharing.close(path)
+        say(f"{path.name} is private; the copy of its code in {STORE_NAME} stays open, other runs may share it")
+        return
+    number = None if group is None else _group_number(group)
+    if sweep:
+        sharing.share_sweep(sweep, number)
+    else:
+        sharing.share(runs[0], number)
+    number = os.stat(path).st_gid
+    where = shlex.quote(str(path.resolve()))
+    say(f"{path.name} can be read by the group {_group_name(number)}: clusterddp status {where}")
+    for folder, remedy in sharing.closed_parents(path, number):
+        say(f"  the group cannot enter {folder}: {remedy}")
+    if not all(read_state(run).finished for run in runs):
+        say("  files that it writes from now on are closed: share it again after its end")
+
+
+COMMANDS = {"share": share}
+
+
+def _group_number(name: str) -> int:
+    try:
+        return grp.getgrnam(name).gr_gid
+    except KeyError:
+        raise UsageError(f"--group: there is no group {name}", hint="id -Gn lists yours") from None
+
+
+def _group_name(number: int) -> str:
+    try:
+        return grp.getgrgid(number).gr_name
+    except KeyError:
+        return str(number)

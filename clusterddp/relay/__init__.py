@@ -1,0 +1,1 @@
+"""Relay: copies the metrics, the configuration and the end of a run to an experiment tracker."""
