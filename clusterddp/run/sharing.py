@@ -112,7 +112,7 @@ def _write_copies(run: RunDir) -> None:
     if not isinstance(plan, dict) or not isinstance(plan.get("gang"), dict) or not isinstance(plan.get("spec"), dict):
         raise ClusterddpError(f"{run.plan}: found no plan in it")
     spec = {key: _masked(value) if key in _CLOSED_SECTIONS else value for key, value in plan["spec"].items()}
-    gang = plan["gang"] | {"token": _NO_TOKEN, "env": _masked(plan["gang"].get("env") or {})}
+    gang = plan["gang"] | {"token": _NO_TOKEN, "notify": None, "env": _masked(plan["gang"].get("env") or {})}
     kept = {key: plan[key] for key in _PLAN_KEYS if key in plan}
     write_json(
         copies / run.plan.name, kept | {"spec": spec, "gang": gang, "token": _NO_TOKEN, "ssh": None, "slurm": None}

@@ -36,7 +36,10 @@ def run(tmp_path: Path) -> RunDir:
     plan = read_json(run.plan)
     assert plan is not None
     spec = {"name": "a", "env": {"KEY": SECRET}, "notify": {"url": SECRET}, "train": {"lr": 0.1}}
-    gang = plan["gang"] | {"env": {"KEY": SECRET}}
+    gang = plan["gang"] | {
+        "env": {"KEY": SECRET},
+        "notify": {"on": ["end"], "command": [], "webhook": SECRET, "mail": None},
+    }
     write_json(run.plan, plan | {"spec": spec, "gang": gang, "spec_text": SECRET, "rank0": {"KEY": {"value": SECRET}}})
     run.spec.write_text(f"name: a\nenv: {{KEY: {SECRET}}}\n")
     run.launcher_dir.mkdir(exist_ok=True)
