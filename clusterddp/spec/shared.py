@@ -39,7 +39,7 @@ ALLOWED = (
 )
 """The keys of a spec that a shared file may set. `ssh` and `container` name a Python, which is a fact of the machines:
 without it a file could not describe them. A key that is not listed is refused, so that a new one is decided on."""
-_CODE = ("entry",)
+_CODE = ("entry", "notify")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

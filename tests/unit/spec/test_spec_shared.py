@@ -153,7 +153,7 @@ def test_keys_of_one_spec_are_refused_with_their_place(project: Path, spec: Path
 
 
 def test_whether_a_shared_file_may_set_a_key_is_decided_for_every_key() -> None:
-    of_one_spec = {"name", "entry", "sweep", "after"}
+    of_one_spec = {"name", "entry", "notify", "sweep", "after"}
     assert of_one_spec | set(ALLOWED) == set(JobSpec.model_fields)
 
 
