@@ -53,6 +53,15 @@ def test_a_rank_that_is_not_of_that_host_is_not_believed(hosts: Hosts) -> None:
     assert read_ranks(hosts.run.attempt(0))[0].host == "gpu01"
 
 
+def test_that_the_program_asked_whether_to_stop_is_known_here_while_the_run_goes_on(hosts: Hosts) -> None:
+    attempts = hosts.start()
+    hosts.look()
+    assert not hosts.run.attempt(0).asked.exists()
+    attempts[0].asked.touch()
+    hosts.look()
+    assert hosts.run.attempt(0).asked.exists()
+
+
 def test_only_the_logs_that_are_wanted_are_downloaded(hosts: Hosts) -> None:
     attempts = hosts.start()
     for rank in range(4):
