@@ -38,7 +38,14 @@ def report_of(host_run: HostRun, answer: Mapping[str, Any], files: Mapping[str, 
         end_attempt=answer["end_attempt"],
         end=answer["end"],
         checkpoints=checkpoints_among(files) if host_run.is_head else (),
+        last_output=_last_output(newest_attempt(host_run.run, files), files),
     )
+
+
+def _last_output(attempt: int, files: Mapping[str, Listed]) -> float | None:
+    logs = f"attempts/{attempt}/logs/"
+    written_ns = [mtime_ns for path, (size, mtime_ns) in files.items() if size and path.startswith(logs)]
+    return max(written_ns) / 1e9 if written_ns else None
 
 
 def failure_of(host_run: HostRun, error: SshError) -> HostReport:
@@ -137,4 +144,5 @@ def _must_write(before: Mapping[str, HostReport], after: Mapping[str, HostReport
 
 
 def _facts(reports: Mapping[str, HostReport]) -> dict[str, HostReport]:
-    return {host: dataclasses.replace(report, asked=0.0, reached=None) for host, report in reports.items()}
+    changing: dict[str, Any] = {"asked": 0.0, "reached": None, "last_output": None}
+    return {host: dataclasses.replace(report, **changing) for host, report in reports.items()}
