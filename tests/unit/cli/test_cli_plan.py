@@ -112,7 +112,9 @@ def test_hosts_and_what_is_sent_are_in_the_plan(place: Path, capfd: pytest.Captu
     lines = dry_run(capfd, "job.yaml", "--hosts", "a,b,c,d,e")
     assert fact(lines, "where") == "ssh: a, b, c and 2 more"
     assert fact(lines, "sends") == "the code to each host, without what is there already"
-    assert fact(lines, "output").endswith("on the hosts; copied to runs/RUN: logs, metrics, checkpoints, the first host's output/")
+    assert fact(lines, "output").endswith(
+        "on the hosts; copied to runs/RUN: logs, metrics, checkpoints, the first host's output/"
+    )
 
 
 def test_the_plan_as_json_is_complete(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
