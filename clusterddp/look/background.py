@@ -13,6 +13,7 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import STORE_NAME, RunDir
 from clusterddp.run.record import RunRecord
+from clusterddp.spec.program_arguments import named_arguments
 from clusterddp.system.files import read_json
 
 _SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private)")
@@ -65,11 +66,18 @@ def config_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         name = f"{prefix}{key}"
         if isinstance(value, dict) and value and name.count(".") < 16:
             flat |= config_texts(value, f"{name}.")
+        elif name == "entry.args" and (arguments := _arguments(value)):
+            flat |= {f"{name}.{argument}": text for argument, text in arguments.items()}
         elif value not in (None, {}, []):
             is_secret = bool(prefix == "env." and _SECRET.search(str(key)))
             is_secret |= name == "notify.webhook" and not str(value).startswith("${")
             flat[name] = HIDDEN if is_secret else value_text(value)
     return flat
+
+
+def _arguments(words: Any) -> dict[str, str] | None:
+    """Write the arguments of a program one by one; None: they are not words, or cannot be told apart."""
+    return named_arguments(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
 
 def _relative(config: dict[str, str], directory: Any) -> dict[str, str]:

@@ -29,7 +29,7 @@ class Progress:
     """The progress of the newest attempt; None where its rows have no value."""
 
     epoch: int | None
-    """Counts from 1: the epoch that is being trained, or the last one."""
+    """Counts from 1: the epoch that is being trained, or the last one. A script may log the epochs done: 0.04."""
     epochs: int | None
     step: int | None
     """Optimizer steps done."""
@@ -76,7 +76,7 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
     fraction = min(1.0, step / steps) if step is not None and steps else None
     epoch, epochs = _newest(rows, "epoch"), _newest(rows, "epochs_total")
     return Progress(
-        epoch=None if epoch is None else int(epoch),
+        epoch=None if epoch is None else math.ceil(epoch),
         epochs=None if epochs is None else int(epochs),
         step=None if step is None else int(step),
         steps=None if steps is None else int(steps),

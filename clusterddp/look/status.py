@@ -29,6 +29,7 @@ from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
 from clusterddp.look.timeline import Times, read_timeline
 from clusterddp.run.directory import RunDir
+from clusterddp.run.host_reports import read_reports, start_of
 from clusterddp.run.host_state import read_unreached
 from clusterddp.run.outcome import RootCause
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
@@ -86,7 +87,7 @@ class RunStatus:
     hang: HangEvent | None = None
     """While it runs: since when no rank makes progress."""
     last_output: float | None = None
-    """While it runs: when a rank last wrote to its log, where the logs lie here; seconds since the epoch."""
+    """While it runs: when a rank last wrote to its log, over SSH by the clock of its host; seconds since the epoch."""
     report: str | None = None
     """The path of its report, once it is written: at the end of each attempt."""
     lost_rows: int = 0
@@ -207,14 +208,17 @@ def read_status(run: RunDir) -> RunStatus:
         lost_rows=count_lost_rows(events),
         report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
-        last_output=_last_output(attempt) if is_running and record.launcher != "ssh" else None,
+        last_output=_last_output(run, record, attempt) if is_running else None,
     )
 
 
-def _last_output(attempt: AttemptDir | None) -> float | None:
+def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> float | None:
     """Return when a rank last wrote to its log; None: none has written anything."""
     times = []
-    if attempt is not None:
+    if record.launcher == "ssh":
+        reports = [report for report in read_reports(run).values() if report.start == start_of(record)]
+        times = [report.last_output for report in reports if report.last_output is not None]
+    elif attempt is not None:
         with contextlib.suppress(OSError):
             for entry in (each for each in os.scandir(attempt.logs) if not each.name.endswith(".times")):
                 found = entry.stat()

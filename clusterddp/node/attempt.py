@@ -22,6 +22,9 @@ SETTLE_OWN_S = 0.15
 SETTLE_SPAWNED_S = 4.0
 """`SETTLE_S` where programs start their ranks: a program ends its other ranks before it reports which one failed."""
 
+NEVER_ASKED = "the program left with exit code 0 and never asked clusterddp.should_stop(): it may have completed"
+"""Of ranks that ended well after a request to stop: whether they looked at the stop file is not known."""
+
 Restart = Literal["none", "here", "another job"]
 """Who starts the next attempt: no process, the same supervisors, or another start of the Slurm job."""
 
@@ -158,7 +161,8 @@ class Attempt:
 
     def _stopped(self, reason: str) -> AttemptEnd:
         if self.job_failure is None:
-            return AttemptEnd(outcome="STOPPED", reason=reason)
+            warning = "" if self.asks or self.begun is None else NEVER_ASKED
+            return AttemptEnd(outcome="STOPPED", reason=reason, warning=warning)
         end = failed(self.job_failure, host=self._gang.nodes[0].host, log="launcher/job.log")
         stopped = "" if self.begun is None else "; the ranks stopped at a checkpoint"
         return dataclasses.replace(end, reason=f"{self.job_failure}{stopped}")

@@ -151,9 +151,10 @@ class Ending:
         for name in (ENDING, RENDEZVOUS_FILE):
             with contextlib.suppress(OSError):
                 directory.path.joinpath(name).unlink(missing_ok=True)
+        attempt.asks |= is_file(directory.asked) or is_file(directory.stopped)
         confirmed = not self._gang.entry.stop_aware or is_file(directory.stopped)
         end = self._add_leftovers(attempt.verdict(stop_confirmed=confirmed))
-        return dataclasses.replace(end, warning=attempt.warn_of_apart(end, address, port))
+        return dataclasses.replace(end, warning=end.warning or attempt.warn_of_apart(end, address, port))
 
     def _add_leftovers(self, end: AttemptEnd) -> AttemptEnd:
         """Add to the end's reason what may be left, and where."""

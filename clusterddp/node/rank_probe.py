@@ -30,6 +30,7 @@ _SETTLED_S = 0.06
 _MAX_RAW_BYTES = 24_000
 _MAX_ANSWER_BYTES = 1 << 20
 _CHUNK = 65_536
+_MAX_SOURCE_LINE = 100
 _MAX_SOURCE_BYTES = 1 << 20
 _MAX_CHILDREN, _MAX_GROUPS, _MAX_FRAMES, _MAX_NAME = 6, 64, 60, 300
 _WAITS_FOR_PROGRAM = ("/clusterddp/node/command.py", "/torch/multiprocessing/spawn.py")
@@ -292,4 +293,5 @@ def _source_line(frame: Frame) -> str:
         lines = read_regular(Path(frame.file), _MAX_SOURCE_BYTES).decode("utf-8", errors="replace").splitlines()
     except (OSError, ClusterddpError):
         return ""
-    return lines[frame.line - 1].strip()[:100] if 0 < frame.line <= len(lines) else ""
+    line = lines[frame.line - 1].strip().partition("  # ")[0] if 0 < frame.line <= len(lines) else ""
+    return line if len(line) <= _MAX_SOURCE_LINE else f"{line[: _MAX_SOURCE_LINE - 3]}..."

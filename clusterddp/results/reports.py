@@ -38,7 +38,15 @@ def report_of(host_run: HostRun, answer: Mapping[str, Any], files: Mapping[str, 
         end_attempt=answer["end_attempt"],
         end=answer["end"],
         checkpoints=checkpoints_among(files) if host_run.is_head else (),
+        last_output=_last_output(newest_attempt(host_run.run, files), files),
     )
+
+
+def _last_output(attempt: int, files: Mapping[str, Listed]) -> float | None:
+    logs = f"attempts/{attempt}/logs/"
+    own = {path: listed for path, listed in files.items() if path.startswith(logs) and not path.endswith(".times")}
+    written_ns = [mtime_ns for size, mtime_ns in own.values() if size]
+    return max(written_ns) / 1e9 if written_ns else None
 
 
 def failure_of(host_run: HostRun, error: SshError) -> HostReport:
@@ -137,4 +145,5 @@ def _must_write(before: Mapping[str, HostReport], after: Mapping[str, HostReport
 
 
 def _facts(reports: Mapping[str, HostReport]) -> dict[str, HostReport]:
-    return {host: dataclasses.replace(report, asked=0.0, reached=None) for host, report in reports.items()}
+    changing: dict[str, Any] = {"asked": 0.0, "reached": None, "last_output": None}
+    return {host: dataclasses.replace(report, **changing) for host, report in reports.items()}

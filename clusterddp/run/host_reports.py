@@ -42,6 +42,8 @@ class HostReport:
     """Which start of the run this is about (`start_of`); a report from before a resume does not count after it."""
     complete: int | None = None
     """The attempt after whose end everything that the spec fetches from this host was downloaded."""
+    last_output: float | None = None
+    """When a rank there last wrote to its log in the newest attempt, by the host's clock."""
 
     @property
     def is_supervised(self) -> bool:

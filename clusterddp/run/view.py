@@ -66,6 +66,8 @@ def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
     reason = end.reason
     if end.outcome == "STOPPED":
         reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
+        if end.warning:
+            reason = f"ended with exit code 0 after the request to stop: {end.reason}"
     return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
 
 

@@ -14,6 +14,8 @@ MAX_DAYS = 3650
 DAY_S = 86_400
 
 _HINT = 'write "H:M:S", "D-H:M:S", "M:S", "D-H", "D-H:M" or minutes'
+_WITH_UNIT = re.compile(r"([0-9]{1,9}) ?(s|m|min|h|d)", re.IGNORECASE)
+_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,7 @@ def read_duration(value: object) -> Duration:
     if text.lower() in {"infinite", "unlimited"}:
         refuse(value, "a time", "leave time out for no limit of your own")
     if not re.fullmatch(TIME, text) or len(text) > 20:
-        refuse(value, "a time", _HINT)
+        refuse(value, "a time", _hint_at(text))
     seconds = _duration_seconds(text, value)
     if text.isdecimal() and seconds > DAY_S:
         _refuse_minutes(text)
@@ -48,6 +50,17 @@ def read_duration(value: object) -> Duration:
         hint = None if seconds else "leave time out for no limit of your own"
         refuse(value, f"a time above 0 and up to {MAX_DAYS} days", hint)
     return Duration(text, seconds)
+
+
+def _hint_at(text: str) -> str:
+    """Spell a time with a unit, such as 20s or 2h, in Slurm's notation; of another text, name the forms."""
+    found = _WITH_UNIT.fullmatch(text)
+    if found is None:
+        return _HINT
+    seconds = int(found[1]) * _UNIT_S[found[2][0].lower()]
+    days, clock = divmod(seconds, DAY_S)
+    written = f"{clock // 3600}:{clock // 60 % 60:02}:{clock % 60:02}"
+    return f'{text} is "{days}-{written}"' if days else f'{text} is "{written}"'
 
 
 def _refuse_minutes(text: str) -> NoReturn:

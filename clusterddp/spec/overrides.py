@@ -1,8 +1,8 @@
 """Values that override the spec's file: `key=value` arguments, CLUSTERDDP__* variables, options.
 
 Arguments follow Hydra's basic grammar: `train.lr=0.2` sets, `+env.NAME=1` sets as well (new or not), `~train.lr` resets
-to the default. A value that begins with a quote, [ or { is YAML; any other is one scalar, byte for byte, as if it stood
-in the spec without quotes.
+to the default. A value that begins with a quote, [ or { is YAML; any other, and one that begins with a placeholder such
+as {output_dir}, is one scalar, byte for byte, as if it stood in the spec without quotes.
 
 As a variable, `train.lr=0.2` is `CLUSTERDDP__TRAIN__LR=0.2`; what follows CLUSTERDDP__ENV__ keeps its case.
 """
@@ -24,6 +24,7 @@ MAX_ARGUMENT_SHOWN = 80
 
 _KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+){0,19}")
 """The deepest key, as for the nesting of a spec (yamlfile.py)."""
+_PLACEHOLDER = re.compile(r"\{[a-z][a-z0-9_]*\}|\{\{[a-z][a-z0-9_]*\}\}")
 _OPTIONS = {("device", "cpu"): "--cpu"}
 
 
@@ -91,7 +92,7 @@ def from_options(options: Map[str, str]) -> list[Override]:
 
 
 def _parse_text(value: str, key: str, place: Place) -> Node:
-    if value[:1] in ("[", "{", '"', "'"):
+    if value[:1] in ("[", "{", '"', "'") and not _PLACEHOLDER.match(value):
         try:
             return parse_value(value, place) or Scalar(text="", quoted=False, place=place)
         except SpecError as error:

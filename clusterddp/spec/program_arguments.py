@@ -54,6 +54,27 @@ def set_argument(tree: Mapping, override: Override, problems: list[Problem]) -> 
     return merge(tree, Override(path=_ARGS, node=node, place=override.place).as_tree())
 
 
+def named_arguments(words: Sequence[str]) -> dict[str, str] | None:
+    """Return each argument by the key that sets it, without `entry.args.`: `lr` -> `0.1`, `0` -> `data`.
+
+    An option has all words up to the next one; a flag is `true`. None where an option is there several times.
+    """
+    end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
+    found: list[tuple[str, list[str]]] = []
+    for position, word in enumerate(words[:end]):
+        option, equals, value = word.partition("=")
+        if _is_option(word) or _ASSIGNMENT.fullmatch(word):
+            found.append((option.lstrip("-+~").replace("-", "_"), [value] if equals else []))
+        elif found and not found[-1][0].isdecimal():
+            found[-1][1].append(word)
+        else:
+            found.append((str(position), [word]))
+    if words[end:]:
+        found.append((_END_OF_OPTIONS, list(words[end + 1 :])))
+    names = {name for name, _ in found}
+    return {name: " ".join(values) or "true" for name, values in found} if len(names) == len(found) else None
+
+
 def value_at(dumped: dict[str, Any], path: tuple[str, ...], node: Node) -> Any:
     """Return the value of a key in a spec as JSON; of an argument by name, the words of `node` that set it."""
     if not names_argument(path):

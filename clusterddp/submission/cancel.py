@@ -142,4 +142,5 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
 
 def _describe_end(view: RunView) -> str:
     result = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
-    return result.get(view.state, f"ended: {view.state.value} ({view.reason})")
+    text = result.get(view.state, f"ended: {view.state.value} ({view.reason})")
+    return f"{text}; {view.end.warning}" if view.end and view.end.warning else text

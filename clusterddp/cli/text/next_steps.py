@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from clusterddp.look.checkpoints import has_checkpoint
+from clusterddp.run.outcome import read_end
 from clusterddp.run.record import FOREIGN
-from clusterddp.system.files import is_file, read_json
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import RunDir
@@ -45,14 +46,20 @@ def next_steps(
 def _again(run: RunDir, address: str) -> tuple[str, str]:
     """Return the command that continues a run that has ended, or repeats it."""
     launcher = (read_json(run.record) or {}).get("launcher")
-    # A program that stopped when it was asked to has saved what it needs, wherever that lies.
-    goes_on = has_checkpoint(run) or any(is_file(attempt.stopped) for attempt in run.attempts()[-1:])
+    goes_on = has_checkpoint(run) or _stopped_by_itself(run)
     if launcher in _BY_HAND:
         command, where = _BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
     else:
         command = f"clusterddp {'resume' if goes_on else 'rerun'} {address}"
     return ("go on" if goes_on else "try again", command)
+
+
+def _stopped_by_itself(run: RunDir) -> bool:
+    """Return whether its program ended because it was asked to: it has saved by itself."""
+    attempts = run.attempts()
+    end = read_end(attempts[-1]) if attempts else None
+    return end is not None and end.outcome == "STOPPED" and not end.warning
 
 
 def _further(run: RunDir, address: str) -> list[tuple[str, str]]:

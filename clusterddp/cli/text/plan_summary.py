@@ -189,8 +189,11 @@ def _output(plan: Plan) -> str:
     run = _near(plan.dir_on_hosts, plan)
     own = plan.gang.entry.output_dir
     if plan.ssh is None:
-        return f"{run}: logs, " + (f"the program's files in {_near(own, plan)}" if own else "metrics, checkpoints")
-    copied = f"copied to {_near(str(plan.run_dir), plan)}: {', '.join(plan.ssh.fetch)}" if plan.ssh.fetch else ""
+        return f"{run}: logs" + (f"; {{output_dir}} is {_near(own, plan)}" if own else ", metrics, checkpoints")
+    fetched = [*plan.ssh.fetch]
+    if "checkpoints" in fetched and own and own.startswith(f"{plan.dir_on_hosts}/"):
+        fetched.append("the first host's output/")
+    copied = f"copied to {_near(str(plan.run_dir), plan)}: {', '.join(fetched)}" if fetched else ""
     return f"{own or run} on the hosts; {copied or 'nothing is copied here'}"
 
 

@@ -83,7 +83,7 @@ def _progress_lines(status: RunStatus, address: str) -> list[str]:
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
     elif status.last_output:
-        lines.append(f"  last output {duration(time.time() - status.last_output)} ago")
+        lines.append(f"  last output {duration(max(0.0, time.time() - status.last_output))} ago")
     if status.hang is None:
         return lines
     what = f"no progress for {duration(time.time() - status.hang.since)}: {printable(status.hang.text)}"

@@ -7,6 +7,7 @@ import time
 
 import pytest
 
+from clusterddp.node.attempt import NEVER_ASKED
 from clusterddp.system.files import write_json
 from tests.support.gang_runs import running
 from tests.support.waiting import PATIENCE, wait_until
@@ -103,6 +104,17 @@ def test_a_program_that_confirmed_its_stop_was_stopped(tmp_path):
         gang.attempt().stop_file.touch()
         gang.await_end()
         assert gang.end().outcome == "STOPPED"
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_program_that_never_asked_and_ended_well_may_have_completed(tmp_path, asks):
+    with running(tmp_path, UNTIL_STOP) as gang:
+        gang.await_up()
+        if asks:
+            gang.attempt().asked.touch()
+        gang.attempt().stop_file.touch()
+        gang.await_end()
+        assert (gang.end().outcome, gang.end().warning) == ("STOPPED", "" if asks else NEVER_ASKED)
 
 
 def test_a_rank_that_fails_while_stopping_fails_the_run_without_a_restart(tmp_path):

@@ -55,6 +55,27 @@ def test_a_rank_that_is_not_of_that_host_is_not_believed(hosts: Hosts) -> None:
     assert read_ranks(hosts.run.attempt(0))[0].host == "gpu01"
 
 
+def test_that_the_program_asked_whether_to_stop_is_known_here_while_the_run_goes_on(hosts: Hosts) -> None:
+    attempts = hosts.start()
+    hosts.look()
+    assert not hosts.run.attempt(0).asked.exists()
+    attempts[0].asked.touch()
+    hosts.look()
+    assert hosts.run.attempt(0).asked.exists()
+
+
+def test_the_time_of_the_last_output_comes_without_the_logs(hosts: Hosts) -> None:
+    attempts = hosts.start()
+    attempts[1].stderr(2).write_bytes(b"step 1")
+    os.utime(attempts[1].stderr(2), (1_000_000, 1_000_000))
+    hosts.look()
+    assert {host: report.last_output for host, report in read_reports(hosts.run).items()} == {
+        "gpu01": None,
+        "gpu02": 1_000_000.0,
+    }
+    assert not hosts.run.attempt(0).stderr(2).exists()
+
+
 def test_only_the_logs_that_are_wanted_are_downloaded(hosts: Hosts) -> None:
     attempts = hosts.start()
     for rank in range(4):

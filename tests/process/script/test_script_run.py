@@ -36,7 +36,7 @@ SPEC = "name: job\ndevice: cpu\nresources: {procs_per_node: 2, cpus_per_task: 1}
 def documented_script() -> str:
     page = (ROOT / "docs" / "entry.md").read_text()
     blocks = [block.partition("```")[0] for block in page.split("```python\n")[1:]]
-    (script,) = [block for block in blocks if "checkpoint.due(" in block]
+    (script,) = [block for block in blocks if "checkpoint.load(" in block]
     return script
 
 

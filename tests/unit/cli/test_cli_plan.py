@@ -60,7 +60,7 @@ def test_the_plan_of_a_script_fits_a_screen(place: Path, capfd: pytest.CaptureFi
     assert fact(lines, "ranks").startswith("2 nodes x 1 = 2 ranks, on the CPU")
     assert fact(lines, "network") == "gloo over lo; master 127.0.0.1, a free port"
     assert fact(lines, "code") == f"snapshot of {place}: 2 files, 0.1 KiB"
-    assert fact(lines, "output") == "runs/RUN: logs, the program's files in runs/RUN/output"
+    assert fact(lines, "output") == "runs/RUN: logs; {output_dir} is runs/RUN/output"
     assert fact(lines, "changed") == "resources.nodes=2, env.SEED=7"
 
 
@@ -112,7 +112,9 @@ def test_hosts_and_what_is_sent_are_in_the_plan(place: Path, capfd: pytest.Captu
     lines = dry_run(capfd, "job.yaml", "--hosts", "a,b,c,d,e")
     assert fact(lines, "where") == "ssh: a, b, c and 2 more"
     assert fact(lines, "sends") == "the code to each host, without what is there already"
-    assert fact(lines, "output").endswith("on the hosts; copied to runs/RUN: logs, metrics, checkpoints")
+    assert fact(lines, "output").endswith(
+        "on the hosts; copied to runs/RUN: logs, metrics, checkpoints, the first host's output/"
+    )
 
 
 def test_the_plan_as_json_is_complete(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -70,6 +70,15 @@ def test_a_failed_run_with_a_checkpoint_can_go_on(runs_dir: Path, capfd: pytest.
     assert "clusterddp resume brisk-otter-3" in command(capfd, "status")[1]
 
 
+@pytest.mark.parametrize(("warning", "command_next"), [("", "resume"), ("it may have completed", "rerun")])
+def test_a_run_whose_program_saved_by_itself_at_a_stop_can_go_on(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str], warning: str, command_next: str
+) -> None:
+    attempt = start_attempt(make_run(runs_dir))
+    write_end(attempt, AttemptEnd(outcome="STOPPED", reason="cancel --save", warning=warning))
+    assert f"clusterddp {command_next} brisk-otter-3" in command(capfd, "status")[1]
+
+
 def test_all_ranks_are_shown_one_by_one_when_asked(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     make_run(runs_dir, nodes=2, per_node=8)
     assert "NODE  HOST" in command(capfd, "status")[1]

@@ -177,6 +177,17 @@ def test_secret_variables_of_the_spec_are_not_shown() -> None:
     }
 
 
+def test_each_argument_of_a_program_is_a_value_of_its_own() -> None:
+    assert config_texts({"entry": {"script": "t.py", "args": ["data", "--lr", "0.1"]}}) == {
+        "entry.script": "t.py",
+        "entry.args.0": "data",
+        "entry.args.lr": "0.1",
+    }
+    args = ["--path", "a", "--path", "b"]
+    assert config_texts({"entry": {"args": args}}) == {"entry.args": '["--path", "a", "--path", "b"]'}
+    assert config_texts({"entry": {"args": [1, {"a": 2}]}}) == {"entry.args": '[1, {"a": 2}]'}
+
+
 def test_paths_below_the_directory_of_the_submit_are_relative(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     set_plan(run, working_dir="/trees/1", spec={"entry": {"script": "/trees/1/train.py", "data": "/data"}})

@@ -197,6 +197,12 @@ def test_a_stopped_run_says_that_resume_continues_it(run: RunDir) -> None:
     assert read_state(run).reason == "stopped at a checkpoint: the reason; resume continues it"
 
 
+def test_no_checkpoint_is_claimed_of_a_program_that_may_have_completed(run: RunDir) -> None:
+    make_attempt(run, 0, head=dead_identity())
+    write_end(run.attempt(0), AttemptEnd(outcome="STOPPED", reason="cancel --save", warning="it may have completed"))
+    assert read_state(run).reason == "ended with exit code 0 after the request to stop: cancel --save"
+
+
 def test_a_run_that_will_restart_is_requeued(run: RunDir, token: str, start: Start) -> None:
     write_run(run, record(token, keeper=identity_of(start())))
     make_attempt(run, 0, head=dead_identity())

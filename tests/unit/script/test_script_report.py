@@ -63,6 +63,16 @@ def test_values_are_a_row_with_their_step(run: RunDir) -> None:
     assert (row["attempt"], row["step"], row["loss"], row["correct"]) == (1, 3, 0.5, 7)
 
 
+@pytest.mark.parametrize(("logged", "epoch"), [(0.04, 1), (1.0, 1), (1.2, 2), (3, 3)])
+def test_epochs_done_that_a_script_logs_are_shown_as_the_epoch_that_is_trained(
+    run: RunDir, logged: float, epoch: int
+) -> None:
+    clusterddp.log({"epoch": logged, "loss": 1.0}, step=1)
+    progress = read_progress(run)
+    assert progress is not None
+    assert progress.epoch == epoch
+
+
 def test_the_step_is_that_of_the_progress_unless_it_is_given(run: RunDir) -> None:
     clusterddp.progress(40, 100, epoch=2, epochs=5)
     clusterddp.log({"loss": 0.5})

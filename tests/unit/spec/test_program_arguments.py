@@ -6,6 +6,7 @@ import pytest
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import load_spec
+from clusterddp.spec.program_arguments import named_arguments
 from clusterddp.spec.sweep import load_sweep
 
 
@@ -196,3 +197,17 @@ def test_a_sweep_reports_a_position_that_is_not_there_once() -> None:
     with pytest.raises(SpecError) as caught:
         load_sweep(spec_of("[a]"), ["entry.args.3=0.1,0.2"], sweep=True, environ={})
     assert [problem.message for problem in caught.value.problems] == ["entry.args has no position 3: it has 1 item, 0"]
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--lr", "0.1", "--weight-decay=0", "--amp"], {"lr": "0.1", "weight_decay": "0", "amp": "true"}),
+        (["a", "b", "--layers", "1", "2", "-b", "-1"], {"0": "a", "1": "b", "layers": "1 2", "b": "-1"}),
+        (["model=resnet", "+lr=0.1"], {"model": "resnet", "lr": "0.1"}),
+        (["--lr", "0.1", "--", "x", "--y"], {"lr": "0.1", "--": "x --y"}),
+        (["--path", "a", "--path", "b"], None),
+    ],
+)
+def test_arguments_are_read_by_the_keys_that_set_them(words: list[str], named: dict[str, str] | None) -> None:
+    assert named_arguments(words) == named

@@ -51,6 +51,13 @@ def test_lists_mappings_and_quotes_are_yaml() -> None:
     assert resolved.job.slurm == {"gres": "a:3,b"}
 
 
+@pytest.mark.parametrize("value", ["{output_dir}", "{output_dir}/ckpt", "{{name}}", "{rank}:{world_size}"])
+def test_a_value_that_begins_with_a_placeholder_is_a_text(value: str) -> None:
+    entry = load(f"entry.args.out={value}", text="name: x\nentry: {script: a.py}\n").job.entry
+    assert entry is not None
+    assert list(entry.args) == ["--out", value]
+
+
 @pytest.mark.parametrize("value", ["a: b # c", "*x", "&x", "!x", "@x", "%j", "- x", "x y ", " x", "#", "`id`", "a=b"])
 def test_any_other_value_is_one_text_byte_for_byte(value: str) -> None:
     assert load(f"env.A={value}").job.env == {"A": value}
