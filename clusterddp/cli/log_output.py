@@ -7,7 +7,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, TextIO
 
-from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, say, writing_stdout
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put_json, say, writing_stdout
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
@@ -31,12 +31,13 @@ def write_logs(
     query: LogQuery | None = None,
     escape: bool | None = None,
     stream: TextIO | None = None,
+    as_json: bool = False,
 ) -> bool:
     """Write the logs of ranks to `stream`, or to stdout; return whether there was anything.
 
-    `escape` None: escape control characters when the stream is a terminal.
+    `escape` None: escape control characters when the stream is a terminal. `as_json`: each line is an object.
     """
-    from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt, format_piece
+    from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt, format_piece, json_piece
     from clusterddp.look.logs import follow_logs, read_logs
 
     query = query or LogQuery()
@@ -59,6 +60,9 @@ def write_logs(
                 say(f"attempt {piece.number} of {run.name} starts")
             elif isinstance(piece, LogPiece):
                 last = piece.data
+                if as_json:
+                    put_json(json_piece(piece), indent=None)
+                    continue
                 with writing_stdout():
                     out.write(format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps))
     with writing_stdout():

@@ -96,8 +96,8 @@ class LogOptions:
     timestamps: bool
     no_fold: bool
 
-    def query(self) -> LogQuery:
-        """Return them as a query.
+    def query(self, *, timestamps: bool) -> LogQuery:
+        """Return them as a query; `timestamps`: with times, also where the user does not ask for them.
 
         Raises: UsageError: --since or --grep is not understood.
         """
@@ -108,7 +108,7 @@ class LogOptions:
             tail_lines=self.tail_lines,
             since=None if self.since is None else parse_since(self.since, now=time.time()),
             matches=None if self.grep is None else parse_pattern(self.grep),
-            timestamps=self.timestamps,
+            timestamps=self.timestamps or timestamps,
             folds=not self.no_fold,
         )
 
@@ -125,22 +125,33 @@ class LogOptions:
 @click.option("--timestamps", is_flag=True, help="Begin each line with the time when it was written.")
 @click.option("--no-fold", is_flag=True, help="Show equal lines of several ranks one by one.")
 @click.option("--raw", is_flag=True, help="Do not escape control characters on a terminal.")
+@output_option
 @runs_option
 @collected("log_options", LogOptions)
 @click.pass_obj
 def logs(
-    terminal: Terminal, *, name: str, ranks: str, follow: bool, log_options: LogOptions, raw: bool, runs_dir: Path
+    terminal: Terminal,
+    *,
+    name: str,
+    ranks: str,
+    follow: bool,
+    log_options: LogOptions,
+    raw: bool,
+    output: str,
+    runs_dir: Path,
 ) -> None:
     """Show what ranks wrote to standard output and standard error.
 
     With several ranks each line begins with its rank and host, and a line that several wrote with their numbers. The
-    files are RUN/attempts/N/logs/rank-000.out and .err; times are exact to 5 seconds.
+    files are RUN/attempts/N/logs/rank-000.out and .err; times are exact to 5 seconds. With -o json each line is an
+    object with its ranks, host, time and text.
     """
-    query = log_options.query()
+    as_json = output == "json"
+    query = log_options.query(timestamps=as_json)
     run = find_run(runs_dir, name)
     escape = False if raw else None
     with staying_with(run, terminal) as sync:
-        anything = write_logs(run, ranks, terminal, sync, follow=follow, query=query, escape=escape)
+        anything = write_logs(run, ranks, terminal, sync, follow=follow, query=query, escape=escape, as_json=as_json)
     if not anything:
         raise_if_unknown(run, read_state(run))
     if not anything and (query.matches or query.since is not None):

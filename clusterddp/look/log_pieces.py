@@ -112,6 +112,18 @@ def format_piece(piece: LogPiece, *, prefix: bool, escape: bool, timestamps: boo
     return head.encode() + text + (b"\n" if ending or head else b"")
 
 
+def json_piece(piece: LogPiece) -> dict[str, object]:
+    """Return a piece as `logs -o json` writes it; `ends` is false where the rest of the line follows."""
+    return {
+        "schema": 1,
+        "ranks": sorted([piece.rank, *piece.others]),
+        "host": piece.host,
+        "time": piece.written,
+        "text": piece.data.rstrip(b"\r\n").decode(errors="replace"),
+        "ends": piece.data.endswith((b"\n", b"\r")),
+    }
+
+
 def _time_text(moment: float | None) -> str:
     if moment is None:
         return _NO_TIME

@@ -22,6 +22,7 @@ _NOT_FINITE = ("nan", "inf", "-inf")
 _COLUMNS = frozenset({"kind", "attempt", "step", "time", "epoch", "steps_done", "steps_total", "epochs_total"})
 _FIELDS = frozenset({"loss", "images_per_s"})
 _MAX_VALUES = 16
+_MAX_LOSSES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,6 +47,9 @@ class Progress:
     values: dict[str, float | str] = field(default_factory=dict)
     """The newest other values that a script has logged; `nan`, `inf` and `-inf` as text."""
 
+    losses: tuple[float, ...] = ()
+    """The newest losses of the attempt, oldest first; at most `_MAX_LOSSES`."""
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
@@ -68,6 +72,7 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
     if not rows:
         return None
     attempt = rows[-1].get("attempt")
+    own = [row for row in rows if row.get("attempt") == attempt]
     logged = [row for row in rows if row.get("kind") == "log"]
     rows = [_by_progress(row) for row in rows]
     step, steps = _newest(rows, "step"), _newest(rows, "steps_total")
@@ -84,8 +89,9 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
         loss=_newest(rows, "loss", kinds=("train", "log")),
         accuracy=next((found for row in reversed(rows) if (found := accuracy_of(row)) is not None), None),
         images_per_s=_newest(rows, "images_per_s", kinds=("train", "log")),
-        eta_s=_eta_s([row for row in rows if row.get("attempt") == attempt], step, steps),
-        values=_newest_values([row for row in logged if row.get("attempt") == attempt]),
+        eta_s=_eta_s([_by_progress(row) for row in own], step, steps),
+        values=_newest_values([row for row in own if row.get("kind") == "log"]),
+        losses=_losses(own),
     )
 
 
@@ -149,6 +155,11 @@ def _newest(rows: list[dict[str, Any]], key: str, *, kinds: Container[str] | Non
         if number is not None and (kinds is None or row.get("kind") in kinds):
             return number
     return None
+
+
+def _losses(rows: list[dict[str, Any]]) -> tuple[float, ...]:
+    losses = (_number(row.get("loss")) for row in rows if row.get("kind") in {"train", "log"})
+    return tuple(loss for loss in losses if loss is not None)[-_MAX_LOSSES:]
 
 
 def _eta_s(rows: list[dict[str, Any]], step: float | None, steps: float | None) -> float | None:

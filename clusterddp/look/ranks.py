@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections.abc import Collection
@@ -39,6 +40,8 @@ class RankStatus:
     state: RankState
     exit_code: int | None
     """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
+    last_output: float | None = None
+    """While it runs: when it last wrote to its log, where the logs lie here; seconds since the epoch."""
     owns: tuple[int, ...] | None = None
     """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
 
@@ -75,6 +78,7 @@ def rank_statuses(
         there = found.get(node.node_rank, {})
         for local_rank, rank in enumerate(node.ranks):
             record = records.get(rank)
+            state = _rank_state(record, view, may_be_known=node.host not in unreached)
             statuses.append(
                 RankStatus(
                     rank=rank,
@@ -85,12 +89,22 @@ def rank_statuses(
                     interface=record.interface if record else there.get("interface", gang.interface),
                     master_addr=record.master_addr if record else master_addr,
                     master_port=record.master_port if record else master_port,
-                    state=_rank_state(record, view, may_be_known=node.host not in unreached),
+                    state=state,
                     exit_code=record.exit_code if record else None,
+                    last_output=_last_output(attempt, rank) if attempt and state == "RUNNING" else None,
                     owns=gang.carried_by([rank]) if gang.entry.spawns else None,
                 )
             )
     return tuple(sorted(statuses, key=lambda status: status.rank))
+
+
+def _last_output(attempt: AttemptDir, rank: int) -> float | None:
+    times = []
+    for log in (attempt.stdout(rank), attempt.stderr(rank)):
+        with contextlib.suppress(OSError):
+            found = log.stat()
+            times += [found.st_mtime] if found.st_size else []
+    return max(times, default=None)
 
 
 def _rank_state(record: RankRecord | None, view: RunView, *, may_be_known: bool) -> RankState:

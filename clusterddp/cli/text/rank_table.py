@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from clusterddp.cli.terminal import rank_span, table
+from clusterddp.cli.terminal import duration, rank_span, table
 from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import state_text
 from clusterddp.look.printable import printable
@@ -37,6 +38,7 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
             column("PID", [rank.pid for rank in ranks], 6),
             Column(title="STATE", cells=[rank.state for rank in ranks], paint=state_text),
             column("EXIT", [rank.exit_code for rank in ranks], 1),
+            *([column("OUTPUT", [_age(rank.last_output) for rank in ranks], 3)] if _any_output(ranks) else []),
             column("INTERFACE", [rank.interface for rank in ranks], 7),
             column("MASTER", [_master(rank) for rank in ranks], 8),
         ],
@@ -64,6 +66,14 @@ def node_table(ranks: Sequence[RankStatus]) -> list[str]:
 
 def _master(rank: RankStatus) -> str | None:
     return f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None
+
+
+def _any_output(ranks: Sequence[RankStatus]) -> bool:
+    return any(rank.last_output is not None for rank in ranks)
+
+
+def _age(last_output: float | None) -> str | None:
+    return None if last_output is None else f"{duration(max(0.0, time.time() - last_output))} ago"
 
 
 def _cell(fact: object) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MOST_RANKS_ONE_BY_ONE = 8
 _MOST_VALUES_SHOWN = 4
+_BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
+_FEWEST_BARS = 4
 
 
 def warning_text(warning: str) -> str:
@@ -82,6 +85,7 @@ def _progress_lines(status: RunStatus, address: str) -> list[str]:
     lines = []
     if status.progress:
         lines.append(f"  {progress_text(status.progress)}")
+        lines += [f"  loss {line}" for line in [sparkline(status.progress.losses)] if line]
     elif status.last_output:
         lines.append(f"  last output {duration(max(0.0, time.time() - status.last_output))} ago")
     if status.hang is None:
@@ -90,6 +94,23 @@ def _progress_lines(status: RunStatus, address: str) -> list[str]:
     lines.append(f"  {click.style('hang', fg='yellow')}: {what}")
     lines += [f"    {printable(status.hang.hint)}"] if status.hang.hint else []
     return [*lines, f"    its stacks: clusterddp stacks {address}"]
+
+
+def sparkline(values: Sequence[float]) -> str:
+    """Draw values as bars of text, with the first and the last; empty: too few, or the output cannot show them."""
+    if len(values) < _FEWEST_BARS or not _shows(_BARS):
+        return ""
+    low, span = min(values), max(values) - min(values)
+    bars = (_BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in values)
+    return f"{''.join(bars)} {values[0]:.4g} to {values[-1]:.4g}"
+
+
+def _shows(text: str) -> bool:
+    try:
+        text.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True
 
 
 def stopping_text(stopping: Stopping, *, now: float) -> str:

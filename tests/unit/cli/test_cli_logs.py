@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import pty
 import subprocess
@@ -62,6 +63,14 @@ def test_equal_lines_of_ranks_are_folded_unless_they_are_not_to_be(
     make_log(make_run(runs_dir))
     assert shown(capfd, "--rank", "all")[1] == "[ranks 0-1] old\n[ranks 0-1] new\n"
     assert len(shown(capfd, "--rank", "all", "--no-fold")[1].splitlines()) == 4
+
+
+def test_as_json_each_line_is_an_object(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_log(make_run(runs_dir))
+    rows = [json.loads(line) for line in shown(capfd, "--rank", "all", "-o", "json")[1].splitlines()]
+    assert [(row["ranks"], row["text"], row["ends"]) for row in rows] == [([0, 1], "old", True), ([0, 1], "new", True)]
+    assert rows[0]["schema"] == 1
+    assert rows[1]["time"] - rows[0]["time"] == pytest.approx(3600, abs=60)
 
 
 @pytest.mark.parametrize("arguments", [("--since", "soon"), ("--grep", "(")])

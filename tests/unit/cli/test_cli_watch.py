@@ -165,6 +165,26 @@ def test_a_run_under_way_names_no_checkpoint(runs_dir: Path, capfd: pytest.Captu
     assert "checkpoint" not in capfd.readouterr().out
 
 
+def test_a_running_run_shows_its_losses_and_when_each_rank_last_wrote(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(runs_dir)
+    train(run, steps=8)
+    attempt = start_attempt(run)
+    attempt.stdout(1).write_text("step 8\n")
+    os.utime(attempt.stdout(1), (0.0, time.time() - 90))
+    assert main(["status", "-o", "json"]) == 0
+    state = json.loads(capfd.readouterr().out)
+    assert state["progress"]["losses"] == [2.0 / step for step in range(1, 9)]
+    ages = [rank["last_output"] and round(time.time() - rank["last_output"]) for rank in state["ranks"]]
+    assert ages[0] is None
+    assert 90 <= ages[1] < 120
+    assert main(["status"]) == 0
+    text = capfd.readouterr().out
+    assert "  loss \u2588\u2584\u2583\u2582\u2582\u2581\u2581\u2581 2 to 0.25\n" in text
+    assert re.search(r"OUTPUT .*\n.* - .*\n.* (90s|1m30s|1m 30s) ago", text), text
+
+
 def test_a_program_without_checkpoints_is_repeated(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run(runs_dir)
     train(run, steps=100)

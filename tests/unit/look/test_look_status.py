@@ -29,6 +29,7 @@ RANK_KEYS = [
     "master_port",
     "state",
     "exit_code",
+    "last_output",
 ]
 
 
