@@ -2,7 +2,10 @@
 
 import sys
 
-from clusterddp.cli.main import main
+try:
+    from clusterddp.cli.main import main
+except KeyboardInterrupt:  # Ctrl-C before the command has begun
+    sys.exit(130)
 
 if __name__ == "__main__":
     sys.exit(main())

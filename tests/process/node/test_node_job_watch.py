@@ -213,7 +213,7 @@ def test_kill_wait_is_read_from_the_configuration():
 
 
 def restarts(tmp_path):
-    return Restarts(make_gang(tmp_path, ""), first_attempt=0, first_restart=0, on_slurm=True)
+    return Restarts(make_gang(tmp_path, "", restarts=1), first_attempt=0, first_restart=0, on_slurm=True)
 
 
 def make_attempt(tmp_path, **facts):

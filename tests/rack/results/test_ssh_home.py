@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -128,8 +129,9 @@ def test_a_laptop_without_network_for_a_while_says_so_once_and_misses_nothing(ow
 def test_ctrl_c_ends_the_watching_and_not_the_run(place: SshPlace) -> None:
     run = place.submit(SLEEP)
     await_started(place, run)
+    began = time.time()
     process = place.start("wait", run.name)
-    wait_until(lambda: bool(read_reports(run)), 30)
+    wait_until(lambda: any(report.asked > began for report in read_reports(run).values()), 30)
     send(process, signal.SIGINT)
     _, said = process.communicate(timeout=240)
     assert (process.returncode, "detached; the run goes on" in said) == (130, True)
