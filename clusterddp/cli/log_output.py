@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import time
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, BinaryIO, TextIO
 
-from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put_json, say, writing_stdout
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, json_text, say, writing_stdout
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
@@ -15,7 +16,9 @@ from clusterddp.run.record import read_gang
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
-    from clusterddp.look.log_pieces import LogQuery
+    from collections.abc import Callable, Iterable
+
+    from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt
     from clusterddp.run.view import RunView
 
 _LOOK_EVERY_S = 1.0
@@ -37,7 +40,7 @@ def write_logs(
 
     `escape` None: escape control characters when the stream is a terminal. `as_json`: each line is an object.
     """
-    from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt, format_piece, json_piece
+    from clusterddp.look.log_pieces import LogQuery, format_piece
     from clusterddp.look.logs import follow_logs, read_logs
 
     query = query or LogQuery()
@@ -45,38 +48,57 @@ def write_logs(
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     pieces = follow_logs(run, chosen, query, sync=sync) if follow else read_logs(run, chosen, query)
-    out = stream.buffer
-    last = b""
+    if as_json:
+        spell = _json_line
+    else:
+        spell = functools.partial(format_piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps)
     with contextlib.closing(StateLine(run, terminal)) as state_line:
-        for piece in pieces:
-            if piece is None:  # no more output now
-                with writing_stdout():
-                    out.flush()
-                if not last or last.endswith(b"\n"):
-                    state_line.show()
-                continue
-            state_line.remove(printed=isinstance(piece, LogPiece))
-            if isinstance(piece, NewAttempt):
-                say(f"attempt {piece.number} of {run.name} starts")
-            elif isinstance(piece, LogPiece):
-                last = piece.data
-                if as_json:
-                    put_json(json_piece(piece), indent=None)
-                    continue
-                with writing_stdout():
-                    out.write(format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps))
-    with writing_stdout():
-        out.flush()
+        last = _write_pieces(pieces, spell, stream.buffer, state_line)
     if escape and last and not last.endswith((b"\n", b"\r")):
         say()  # the next message begins on a line of its own
     return bool(last)
+
+
+def _json_line(piece: LogPiece) -> bytes:
+    from clusterddp.look.log_pieces import json_piece
+
+    return json_text(json_piece(piece), indent=None).encode() + b"\n"
+
+
+def _write_pieces(
+    pieces: Iterable[LogPiece | NewAttempt | None],
+    spell: Callable[[LogPiece], bytes],
+    out: BinaryIO,
+    state_line: StateLine,
+) -> bytes:
+    """Write pieces as they come, and the state while there are none; return the last one."""
+    from clusterddp.look.log_pieces import LogPiece, NewAttempt
+
+    last = b""
+    for piece in pieces:
+        if piece is None:  # no more output now
+            with writing_stdout():
+                out.flush()
+            if not last or last.endswith(b"\n"):
+                state_line.show()
+            continue
+        state_line.remove(printed=isinstance(piece, LogPiece))
+        if isinstance(piece, NewAttempt):
+            say(f"attempt {piece.number} of {state_line.run.name} starts")
+        else:
+            last = piece.data
+            with writing_stdout():
+                out.write(spell(piece))
+    with writing_stdout():
+        out.flush()
+    return last
 
 
 class StateLine:
     """A line on stderr with the state of a run that waits, starts, or has printed nothing; on a terminal only."""
 
     def __init__(self, run: RunDir, terminal: Terminal) -> None:
-        self._run = run
+        self.run = run
         self._draws = terminal.can_redraw(sys.stderr)
         self._begun = self._look_at = time.monotonic()
         self._drawn = False
@@ -91,12 +113,12 @@ class StateLine:
         if not self._draws or now < self._look_at:
             return
         self._look_at = now + _LOOK_EVERY_S
-        view = read_state(self._run)
+        view = read_state(self.run)
         if view.finished or (view.state.value == "RUNNING" and self._printed):
             self.close()
             return
         room = (columns_of(sys.stderr) or COLUMNS) - 1
-        self._write("\r" + f"{starting_text(self._run, view)}  ({duration(now - self._begun)})"[:room])
+        self._write("\r" + f"{starting_text(self.run, view)}  ({duration(now - self._begun)})"[:room])
         self._drawn = True
 
     def remove(self, *, printed: bool) -> None:

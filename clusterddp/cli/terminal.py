@@ -50,10 +50,15 @@ def put(text: str) -> None:
 
 
 def put_json(value: Any, *, indent: int | None = 1) -> None:
-    """Print one JSON value for a script; control characters are printed as JSON escapes them."""
-    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    """Print one JSON value for a script."""
     with writing_stdout():
-        click.echo("\n".join(UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n")))
+        click.echo(json_text(value, indent=indent))
+
+
+def json_text(value: Any, *, indent: int | None) -> str:
+    """Return JSON whose control characters are written as JSON escapes them."""
+    text = json.dumps(value, indent=indent, ensure_ascii=False)
+    return "\n".join(UNSAFE.sub(lambda match: f"\\u{ord(match[0]):04x}", line) for line in text.split("\n"))
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from clusterddp.look.diagnosis import Diagnosis, diagnose
 from clusterddp.look.events import (
     HangEvent,
     NodeTransport,
+    Row,
     Stopping,
     count_lost_rows,
     find_hang,
@@ -31,7 +33,7 @@ from clusterddp.look.timeline import Times, read_timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports, start_of
 from clusterddp.run.host_state import read_unreached
-from clusterddp.run.outcome import RootCause
+from clusterddp.run.outcome import AttemptEnd, RootCause
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.view import RunState, RunView
 
@@ -201,15 +203,18 @@ def read_status(run: RunDir) -> RunStatus:
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else find_start_phases(events, record, view.attempt, start),
         transports=transports,
-        warning="; ".join(
-            filter(None, (end.warning if end else "", warn_of_sockets(transports), warn_of_unsent(events)))
-        ),
+        warning=_warning(end, transports, events),
         stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
         lost_rows=count_lost_rows(events),
         report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(run, record, attempt) if is_running else None,
     )
+
+
+def _warning(end: AttemptEnd | None, transports: Sequence[NodeTransport], events: Sequence[Row]) -> str:
+    own = end.warning if end else ""
+    return "; ".join(filter(None, (own, warn_of_sockets(transports), warn_of_unsent(events))))
 
 
 def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> float | None:

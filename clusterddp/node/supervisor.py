@@ -108,9 +108,7 @@ class Supervisor:
         rank_starter = self._children or self._tasks
         assert rank_starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
-        self._allocation: Allocation | None = None
-        if order.slurm is not None:
-            self._allocation = Allocation(order.slurm.job_id, environment, self._clock)
+        self._allocation = Allocation(order.slurm.job_id, environment, self._clock) if order.slurm else None
         self._helpers = Helpers(order, environment)
         self.uplink: Uplink = reach_head(
             order,
