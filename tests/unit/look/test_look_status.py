@@ -177,6 +177,7 @@ def test_progress_is_that_of_the_newest_rows(tmp_path: Path) -> None:
         "images_per_s": 12800.0,
         "eta_s": pytest.approx(4.0),
         "values": {},
+        "losses": tuple(2.0 / step for step in range(29, 61)),
     }
 
 
