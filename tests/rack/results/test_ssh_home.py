@@ -132,6 +132,7 @@ def test_ctrl_c_ends_the_watching_and_not_the_run(place: SshPlace) -> None:
     began = time.time()
     process = place.start("wait", run.name)
     wait_until(lambda: any(report.asked > began for report in read_reports(run).values()), 30)
+    time.sleep(3)  # until it has imported all: Python kills itself by SIGINT if one came while it made a dataclass
     send(process, signal.SIGINT)
     _, said = process.communicate(timeout=240)
     assert (process.returncode, "detached; the run goes on" in said) == (130, True)
