@@ -117,7 +117,7 @@ def test_a_node_with_another_torch_is_red(two_nodes: Rack) -> None:
     shared = two_nodes.dir / "shared"
     with mounted(two_nodes, "node2", str(shared / "other"), shared / "packages"):
         seen = doctor(two_nodes, "--job")
-    assert seen.red == {("torch", "node2")}
+    assert seen.red == {("torch", "node2")}, seen
     assert seen.of("torch", "node2")["found"] == "2.11.0, here 2.10.0"
 
 
