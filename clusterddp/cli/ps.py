@@ -16,6 +16,7 @@ from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
+from clusterddp.system.units import UNIT_S
 
 if TYPE_CHECKING:
     from clusterddp.look.cleanup import Cleanup
@@ -23,7 +24,6 @@ if TYPE_CHECKING:
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _AGE = re.compile(r"([0-9]{1,5})([hdw])")
-_UNIT_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,4 +200,4 @@ def _read_age(text: str) -> float:
     if match is None or not int(match[1]):
         # What is younger may be part of a submit that is under way.
         raise UsageError(f"--older-than {text}: an age of an hour or more is expected", hint="12h, 30d, 4w")
-    return int(match[1]) * _UNIT_S[match[2]]
+    return float(int(match[1]) * UNIT_S[match[2]])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -11,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import STORE_NAME, RunDir
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord
+from clusterddp.run.snapshot import find_stored
 from clusterddp.spec.program_arguments import named_arguments
 from clusterddp.system.files import read_json
 
-_SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private)")
+SECRET_NAME = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private)")
 """Names of variables whose values stay out of a page that may be sent on."""
 HIDDEN = "(not shown)"
 
@@ -55,7 +55,7 @@ def read_background(run: RunDir, record: RunRecord) -> Background:
         branch=git["branch"] if isinstance(git.get("branch"), str) else None,
         is_dirty=git.get("dirty") is True,
         root=Path(git["root"]) if isinstance(git.get("root"), str) else None,
-        code=_find_code(run),
+        code=find_stored(run),
     )
 
 
@@ -69,7 +69,7 @@ def config_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
         elif name == "entry.args" and (arguments := _arguments(value)):
             flat |= {f"{name}.{argument}": text for argument, text in arguments.items()}
         elif value not in (None, {}, []):
-            is_secret = bool(prefix == "env." and _SECRET.search(str(key)))
+            is_secret = bool(prefix == "env." and SECRET_NAME.search(str(key)))
             is_secret |= name == "notify.webhook" and not str(value).startswith("${")
             flat[name] = HIDDEN if is_secret else value_text(value)
     return flat
@@ -124,12 +124,6 @@ def _places(record: RunRecord, gang: Mapping[str, Any]) -> dict[str, str]:
         "threads per rank": gang.get("threads_per_rank"),
     }
     return {name: str(fact) for name, fact in facts.items() if fact not in (None, "", 0)}
-
-
-def _find_code(run: RunDir) -> Path | None:
-    """Find the snapshot of the code; None where no link leads into a store: there is none, or another user made it."""
-    places = [Path(os.path.realpath(link)) for link in (run.snapshot, run.code)]
-    return next((path for path in places if path.parent.name.startswith(STORE_NAME) and path.is_dir()), None)
 
 
 def _object(path: Path) -> dict[str, Any]:

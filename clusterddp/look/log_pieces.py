@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
 from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.system.units import UNIT_S
 
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _NO_TIME = "-".ljust(19)
 
 
@@ -62,7 +62,7 @@ def parse_since(text: str, *, now: float) -> float:
     """
     ago = _AGO.fullmatch(text.strip())
     if ago:
-        return now - float(ago[1]) * _UNIT_S[ago[2]]
+        return now - float(ago[1]) * UNIT_S[ago[2]]
     try:
         # Python 3.10 does not read Z.
         return datetime.datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text.strip())).timestamp()

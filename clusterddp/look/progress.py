@@ -46,7 +46,6 @@ class Progress:
     """Seconds until the last step, at the pace of the newest rows; None also when the run does not go on."""
     values: dict[str, float | str] = field(default_factory=dict)
     """The newest other values that a script has logged; `nan`, `inf` and `-inf` as text."""
-
     losses: tuple[float, ...] = ()
     """The newest losses of the attempt, oldest first; at most `_MAX_LOSSES`."""
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.look.background import SECRET_NAME
 from clusterddp.relay.rows import numbers_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
@@ -18,7 +19,7 @@ from clusterddp.system.files import read_json
 
 _LEFT_OUT = frozenset({"env", "secrets", "notify"})
 """Sections of a spec that may have values for the run alone."""
-_SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private)|//[^/@\s]+@")
+_SECRET = re.compile(rf"{SECRET_NAME.pattern}|//[^/@\s]+@")
 """Names of values, and addresses with a password, that stay out of a tracker."""
 _MAX_DEPTH = 16
 

@@ -15,8 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.directory import STORE_NAME, RunDir, is_of_another_user
+from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.record import read_run
+from clusterddp.run.snapshot import find_stored
 from clusterddp.run.sweep import SweepDir, read_sweep
 from clusterddp.system.files import SHARED_COPIES, read_json, write_json
 
@@ -46,11 +47,10 @@ def share(run: RunDir, group: int | None) -> None:
     with _explaining(run.path):
         for path in _open_paths(run):
             _open_to(path, group)
-        for place in (run.snapshot, run.code):
-            if (stored := _stored(place)) is not None:
-                _open_to(stored.parent, group, read=False)
-                for path in _tree(stored):
-                    _open_to(path, group)
+        if (stored := find_stored(run)) is not None:
+            _open_to(stored.parent, group, read=False)
+            for path in _tree(stored):
+                _open_to(path, group)
         _open_to(run.launcher_dir, group)
         _open_to(run.path, group)
 
@@ -155,14 +155,6 @@ def _tree(top: Path) -> Iterator[Path]:
     for folder, _, names in os.walk(top, topdown=False):
         yield from (Path(folder, name) for name in names)
         yield Path(folder)
-
-
-def _stored(place: Path) -> Path | None:
-    """Return the snapshot in the store to which a link leads."""
-    if not place.is_symlink():
-        return None
-    target = Path(os.path.realpath(place))
-    return target if target.parent.name.startswith(STORE_NAME) and target.is_dir() else None
 
 
 def _closed(mode: int) -> int:

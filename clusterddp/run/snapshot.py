@@ -14,7 +14,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.code_files import SnapshotPlan
-from clusterddp.run.directory import STORE_NAME
+from clusterddp.run.directory import STORE_NAME, RunDir
 from clusterddp.system.file_set import has_digest, list_files
 from clusterddp.system.files import sync_directory
 
@@ -55,6 +55,13 @@ def store_of(runs_dir: Path) -> Path:
         if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
             return runs_dir / f"{STORE_NAME}-{os.geteuid()}"
     return store
+
+
+def find_stored(run: RunDir) -> Path | None:
+    """Find the snapshot of a run in its store; None where no link leads into one: there is none, or it is foreign."""
+    links = [link for link in (run.snapshot, run.code) if link.is_symlink()]
+    places = [Path(os.path.realpath(link)) for link in links]
+    return next((path for path in places if path.parent.name.startswith(STORE_NAME) and path.is_dir()), None)
 
 
 def _copy(source: Path, target: Path) -> None:

@@ -14,9 +14,9 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.system.files import read_json
+from clusterddp.system.units import UNIT_S
 
 _AGE = re.compile(r"([1-9][0-9]{0,4})([hdw])")
-_UNIT_S = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Usage:
 def parse_age(text: str) -> float | None:
     """Return the seconds of an age such as 12h, 30d or 4w; None: it is none."""
     match = _AGE.fullmatch(text.strip())
-    return int(match[1]) * _UNIT_S[match[2]] if match else None
+    return float(int(match[1]) * UNIT_S[match[2]]) if match else None
 
 
 def measure_run(run: RunDir) -> Usage:

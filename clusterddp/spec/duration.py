@@ -8,6 +8,7 @@ from typing import NoReturn
 
 from clusterddp.spec.scalars import problem, read_text, refuse
 from clusterddp.spec.tree import Scalar
+from clusterddp.system.units import UNIT_S
 
 TIME = r"^([0-9]+(:[0-9]{1,2}){0,2}|[0-9]+-[0-9]{1,2}(:[0-9]{1,2}){0,2})$"
 MAX_DAYS = 3650
@@ -15,7 +16,6 @@ DAY_S = 86_400
 
 _HINT = 'write "H:M:S", "D-H:M:S", "M:S", "D-H", "D-H:M" or minutes'
 _WITH_UNIT = re.compile(r"([0-9]{1,9}) ?(s|m|min|h|d)", re.IGNORECASE)
-_UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": DAY_S}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ def _hint_at(text: str) -> str:
     found = _WITH_UNIT.fullmatch(text)
     if found is None:
         return _HINT
-    seconds = int(found[1]) * _UNIT_S[found[2][0].lower()]
+    seconds = int(found[1]) * UNIT_S[found[2][0].lower()]
     days, clock = divmod(seconds, DAY_S)
     written = f"{clock // 3600}:{clock // 60 % 60:02}:{clock % 60:02}"
     return f'{text} is "{days}-{written}"' if days else f'{text} is "{written}"'

@@ -1,7 +1,9 @@
-"""Write numbers with their units for people."""
+"""Units: of times, and numbers with theirs for people."""
 
 from __future__ import annotations
 
+UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
+"""Seconds of the units in which users write times."""
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
