@@ -27,7 +27,7 @@ _TAKE_TERMINAL = "import fcntl, termios; fcntl.ioctl(0, termios.TIOCSCTTY, 0)\n"
 
 
 class Streams:
-    """The relay's ends of the streams of one command."""
+    """The agent's ends of the streams of one command."""
 
     def __init__(self, terminal: Mapping[str, int] | None) -> None:
         if terminal:

@@ -173,7 +173,7 @@ def run_at_login(
 
 
 def _order(login: Login, login_command: LoginCommand, laid: Mapping[str, str]) -> dict[str, Any]:
-    """Write the order of a command for the relay on the login node; `laid`: where its code and files are."""
+    """Write the order of a command for the agent on the login node; `laid`: where its code and files are."""
     place = laid.get("place", "")
     variables = {name: _spell(argument, place) for name, argument in login_command.variables.items()}
     return {

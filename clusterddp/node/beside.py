@@ -157,7 +157,7 @@ class _Commands:
 
     @property
     def _is_step(self) -> bool:
-        """True where Slurm signals this process only: not its group, as a terminal or the relay does."""
+        """True where Slurm signals this process only: not its group, as a terminal or the agent does."""
         return "SLURM_STEP_ID" in os.environ and not sys.stdin.isatty()
 
     def _start(self, rank: RankHere) -> None:

@@ -25,7 +25,7 @@ import json, os, sys
 order = json.loads(sys.stdin.buffer.readline())
 root = os.path.abspath(os.path.expanduser(order["root"]))
 sys.path.insert(0, os.path.join(root, "packages", order["package"]))
-from clusterddp.agent.relay import main
+from clusterddp.agent.command import main
 main()
 """
 """What the constant command runs in place of the boot, which has uploaded the package before."""
@@ -79,7 +79,7 @@ class Command(Session):
         self._notify({"signal": int(signal.SIGINT)})
 
     def _notify(self, message: Mapping[str, Any]) -> None:
-        """Send a line to the relay that runs the command, if it still runs (agent/relay.py)."""
+        """Send a line to the process that runs the command, if it still runs (agent/command.py)."""
         with contextlib.suppress(OSError), self._sending:
             self.channel.sendall(json.dumps(message).encode() + b"\n")
 
@@ -106,7 +106,7 @@ class Command(Session):
             self.channel.close()
 
     def _send_heartbeats(self, agent: Session, ended: threading.Event) -> None:
-        """Send heartbeats to the relay and to the agent; close the channel when the agent does not answer."""
+        """Send heartbeats to that process and to the agent; close the channel when the agent does not answer."""
         while not ended.wait(HEARTBEAT_INTERVAL_S):
             self._notify({})
             try:

@@ -1,4 +1,4 @@
-"""A command beside a rank over SSH: the relay on the rank's host runs it, over a connection of its own."""
+"""A command beside a rank over SSH: the agent on the rank's host runs it, over a connection of its own."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_on_host(plan: Plan, attempt: AttemptDir, beside: Beside, environ: Mappin
 
 
 def _order(beside: Beside, arguments: list[str], runs_dir: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Write the order for the relay (agent/relay.py)."""
+    """Write the order for the agent (agent/command.py)."""
     return {
         "module": MODULE,
         "arguments": arguments,

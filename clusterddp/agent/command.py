@@ -42,7 +42,7 @@ sys.path.pop(0)
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
 """As `python -m MODULE`, but nothing is imported from the working directory, which holds the user's own code."""
-_FIND_MISSING = "import sys; sys.path.pop(0); from clusterddp.agent.relay import say_missing; say_missing()"
+_FIND_MISSING = "import sys; sys.path.pop(0); from clusterddp.agent.command import say_missing; say_missing()"
 
 Message = dict[str, Any]
 
