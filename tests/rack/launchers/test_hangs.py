@@ -66,4 +66,4 @@ def test_on_slurm_a_rank_that_is_stopped_ends_the_run_as_its_cause_and_the_stack
     assert report is not None
     assert [each.state for each in report.ranks if each.rank == 2] == ["T"]
     assert "rank 2 on node2 is stopped by a signal" in person.clusterddp("stacks", run.name).stdout
-    assert person.processes(run) == []
+    wait_until(lambda: person.processes(run) == [])

@@ -262,11 +262,11 @@ def test_a_run_of_another_user_runs_for_whoever_looks_and_only_its_owner_ends_it
 
 
 def seen_by_ana(rack: Rack, *runs: RunDir) -> str:
-    """Read the state of runs as another user than their owner, and cancel them; her own Python is out of reach."""
+    """Read the state of runs as another user than their owner, and cancel them; she can import nothing."""
     program = """
 import os, sys
 from pathlib import Path
-import clusterddp.launchers.slurm.state
+import clusterddp.launchers.slurm.launcher
 from clusterddp.errors import ClusterddpError
 from clusterddp.submission.cancel import cancel
 from clusterddp.run.directory import RunDir
