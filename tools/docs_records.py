@@ -38,6 +38,7 @@ def files_page() -> str:
 _JQ = (
     "clusterddp status RUN -o json | jq -r .state",
     "clusterddp status RUN -o json | jq -r '.ranks[] | select(.state == \"FAILED\") | .host'",
+    "clusterddp status RUN -o json | jq -r '.ranks[] | \"\\(.rank) \\(.usage.cpu) \\(.usage.step_s)\"'",
     "clusterddp list -o json | jq -r '.[] | select(.state == \"RUNNING\") | .run'",
     "clusterddp list -o json | jq -r 'max_by(.progress.accuracy // 0).run'",
     "clusterddp cancel RUN... -o json | jq -r '.runs[] | select(.error) | .run'",
@@ -56,7 +57,16 @@ def json_page() -> str:
     lines += ["## status RUN -o json", "", *_fields(status.RunStatus, top, alias={"nccl": "transports"})]
     lines += ["### times", "", *_fields(Times), "### stopping", "", *_fields(Stopping)]
     lines += ["### progress", "", *_fields(status.Progress)]
-    lines += ["### ranks", "", *_fields(status.RankStatus)]
+    lines += [
+        "### ranks",
+        "",
+        *_fields(status.RankStatus),
+        "### usage",
+        "",
+        "Of a rank:",
+        "",
+        *_fields(ranks.RankUsage),
+    ]
     lines += ["### root_cause", "", *_fields(status.RootCause, top["root_cause"])]
     lines += ["### diagnosis", "", *_fields(status.Diagnosis)]
     lines += ["### nccl", "", *_fields(status.NodeTransport)]
@@ -95,7 +105,7 @@ def _fields(kind: type, only: Mapping[str, Any] | None = None, *, alias: Mapping
 
 def _json_type(annotation: str) -> str:
     """Write a type of Python as JSON has it."""
-    words = {"str": "text", "int": "integer", "float": "number", "None": "null"}
+    words = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null"}
     parts = [part.strip() for part in annotation.split("|")]
     return " or ".join(_json_part(part, words) for part in parts)
 

@@ -17,6 +17,7 @@ from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
 from clusterddp.node.log import log_line
 from clusterddp.node.rank_network import Rendezvous
+from clusterddp.node.usage_watch import UsageWatch
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
@@ -72,6 +73,7 @@ class Head:
     def _set_attempt(self, number: int) -> None:
         self._attempt = Attempt(self._run, self._gang, number)
         self._hangs = HangWatch(self._run, self._gang, self._run.attempt(number), self._send)
+        self._usage = UsageWatch(self._run, self._gang, self._run.attempt(number), self._send)
         self._start = StartRecord(self._run.attempt(number), self._gang, self._rendezvous)
         self._ending = None
 
@@ -87,8 +89,8 @@ class Head:
             self._join(node, report)
         elif kind in {"missing", "started", "transport"}:
             self._on_facts(node, report)
-        elif kind in {"silent", "stack", "stacks_done"}:
-            self._hangs.on_report(node_rank, report, now)
+        elif kind in {"silent", "stack", "stacks_done", "usage"}:
+            (self._usage if kind == "usage" else self._hangs).on_report(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind == "stop_requested":
@@ -162,6 +164,7 @@ class Head:
         attempt.check_time(now)
         if attempt.begun is not None and not attempt.is_over(now):
             self._look_for_hang(attempt, now)
+            self._usage.tick(self.nodes.present, attempt.begun, now)
         if attempt.is_over(now):
             self._end_gang(now)
 
