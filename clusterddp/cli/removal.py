@@ -186,7 +186,6 @@ def _size_text(runs: Sequence[Candidate], code: Sequence[Snapshot]) -> str:
 def _removal_json(removal: Removal, code: list[Snapshot], *, dry_run: bool) -> dict[str, Any]:
     gone = {each.run.path for each in removal.removed}
     return {
-        "schema": 1,
         "dry_run": dry_run,
         "runs": [
             {
@@ -254,7 +253,6 @@ def _usage_json(
     unused = [each for each in code if each.unused]
     snapshots = {"snapshots": len(code), "bytes": sum(each.size for each in code)}
     return {
-        "schema": 1,
         "runs_dir": str(runs_dir),
         "bytes": total,
         "runs": runs,

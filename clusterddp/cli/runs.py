@@ -231,7 +231,7 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: st
             left = "".join(f", {other}" for other in names[index + 1 :])
             raise KeyboardInterrupt(said + (f"; not cancelled: {left[2:]}" if left else "")) from None
     if output == "json":
-        put_json({"schema": 1, "runs": results})
+        put_json({"runs": results})
     return exit_code
 
 

@@ -19,6 +19,8 @@ _OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
 """The end of a line; what click.style writes for bold text and for the eight colours."""
 
 HELP_OPTIONS = ["-h", "--help"]
+SCHEMA = 1
+"""The number of the forms of `-o json`; another one when a key means something else."""
 COLUMNS = 80
 """The width of text that is laid out for people where there is no terminal."""
 
@@ -50,9 +52,19 @@ def put(text: str) -> None:
 
 
 def put_json(value: Any, *, indent: int | None = 1) -> None:
-    """Print one JSON value for a script."""
+    """Print the JSON of `-o json`: an object with the number of its form, or a list of such objects."""
+    versioned = [_versioned(each) for each in value] if isinstance(value, list) else _versioned(value)
+    put_plain_json(versioned, indent=indent)
+
+
+def put_plain_json(value: Any, *, indent: int | None = 1) -> None:
+    """Print a JSON value whose form is not ours."""
     with writing_stdout():
         click.echo(json_text(value, indent=indent))
+
+
+def _versioned(value: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": SCHEMA} | value
 
 
 def json_text(value: Any, *, indent: int | None) -> str:
