@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from clusterddp.cli.terminal import duration, rank_span, table
+from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import state_text
 from clusterddp.look.printable import printable
@@ -47,21 +48,35 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     )
 
 
-def node_table(ranks: Sequence[RankStatus]) -> list[str]:
+def node_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     """Lay out nodes, one a line, with the states of their ranks."""
-    rows = [["NODE", "HOST", "RANKS", "STATES"]]
+    rows = []
     for node_rank in sorted({rank.node_rank for rank in ranks}):
         of_node = [rank for rank in ranks if rank.node_rank == node_rank]
         states = Counter(rank.state for rank in of_node)
         rows.append(
-            [
+            (
                 str(node_rank),
                 printable(of_node[0].host),
                 rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
-                ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
-            ]
+                ", ".join(f"{count} {state}" for state, count in states.most_common()),
+            )
         )
-    return table(rows, indent="  ")
+    nodes, hosts, spans, states_of = zip(*rows, strict=True)
+    return lay_out(
+        [
+            Column(title="NODE", cells=nodes),
+            Column(title="HOST", cells=hosts, gives_way=1, least=8),
+            Column(title="RANKS", cells=spans),
+            Column(title="STATES", cells=states_of, least=12, paint=_painted_states),
+        ],
+        room=columns,
+        indent="  ",
+    )
+
+
+def _painted_states(cell: str) -> str:
+    return re.sub("[A-Z_]+", lambda match: state_text(match[0]), cell)
 
 
 def _master(rank: RankStatus) -> str | None:
