@@ -249,14 +249,13 @@ def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str])
     from clusterddp.submission.notices import send_left
 
     sync.update()
-    state = read_status(run)
-    if not state.state.finished:
-        return state
-    if not sync.download():
-        say_unfetched(run)
-    write_fetched_report(run, environ)
-    send_left(run, read_state(run), environ)
-    return read_status(run)
+    view = read_state(run)
+    if view.finished:
+        if not sync.download():
+            say_unfetched(run)
+        write_fetched_report(run, environ)
+        send_left(run, view, environ)
+    return read_status(run, view)
 
 
 def _has_ended(status: RunStatus) -> bool:
