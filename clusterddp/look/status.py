@@ -171,10 +171,10 @@ class RunSummary:
         }
 
 
-def read_status(run: RunDir) -> RunStatus:
+def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     """Read the status of a run."""
-    record = read_run(run)
-    view, gang = read_state(run, record=record), read_gang(run)
+    record, gang = read_run(run), read_gang(run)
+    view = view or read_state(run, record=record)
     end = view.end
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}

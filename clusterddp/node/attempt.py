@@ -23,7 +23,7 @@ SETTLE_SPAWNED_S = 4.0
 """`SETTLE_S` where programs start their ranks: a program ends its other ranks before it reports which one failed."""
 
 NEVER_ASKED = "the program left with exit code 0 and never asked clusterddp.should_stop(): it may have completed"
-"""Of ranks that ended well after a request to stop: whether they looked at the stop file is not known."""
+"""Of ranks that ended well after a request to stop, and whose code names the stop file: a look at it is not seen."""
 
 Restart = Literal["none", "here", "another job"]
 """Who starts the next attempt: no process, the same supervisors, or another start of the Slurm job."""
@@ -134,7 +134,7 @@ class Attempt:
         self._decided = True
 
     def verdict(self, *, stop_confirmed: bool) -> AttemptEnd:
-        """Return how the attempt ended. `stop_confirmed`: the program recorded that it ended because of the stop."""
+        """Return how the attempt ended. `stop_confirmed`: its program may have ended because of the request to stop."""
         if self.cancel_reason is not None:
             return cancelled(self.cancel_reason)
         if self._overdue is not None and self.stopped_by_people and self.cause() is self._overdue:
@@ -143,7 +143,9 @@ class Attempt:
             return failed_by(self._with_log(self.cause().cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
             return self._stopped(self.stop_reason)
-        return AttemptEnd(outcome="COMPLETED", reason=f"{self._spell(self._ends)} left with exit code 0")
+        reason = f"{self._spell(self._ends)} left with exit code 0"
+        reason += f", not because of the request to stop ({self.stop_reason})" if self.stop_reason else ""
+        return AttemptEnd(outcome="COMPLETED", reason=reason)
 
     def warn_of_apart(self, end: AttemptEnd, address: str, port: int) -> str:
         """Return a warning where ranks on several hosts ended well and none has connected to the master.

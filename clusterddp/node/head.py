@@ -101,6 +101,7 @@ class Head:
             self._on_supervisor_end(int(report["node_rank"]), int(report["exit_code"]), now)
         elif kind == "ended":
             self._attempt.connected |= bool(report.get("connected", True))
+            self._attempt.asks |= bool(report.get("asked"))  # the ranks of another host may be the ones that ask
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
         elif kind == "gave_up":
             self.on_loss(node_rank, Loss("given_up", str(report["why"])), now)

@@ -271,7 +271,8 @@ class LocalRanks:
             attempt.watch.look()
             orphans = ending.cleanup.killed - {record.pid for record in attempt.records.values()}
             left = sorted({*ending.cleanup.left, *(attempt.records[rank].pid for rank in attempt.running)})
-            self._report({"kind": "ended", "left": left, "swept": len(orphans), "connected": attempt.watch.seen})
+            facts = {"swept": len(orphans), "connected": attempt.watch.seen, "asked": is_file(attempt.dir.asked)}
+            self._report({"kind": "ended", "left": left, **facts})
 
     def _fail(self, error: str) -> None:
         # It may follow from the end of a rank, which was reported first; of two equal failures the first one counts.

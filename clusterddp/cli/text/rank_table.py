@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.terminal import duration, rank_span, table
+from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import state_text
 from clusterddp.look.printable import printable
@@ -80,24 +81,37 @@ def _paint_slow(cell: str) -> str:
     return click.style(cell, fg="yellow", bold=True) if cell.endswith("slow") else cell
 
 
-def node_table(ranks: Sequence[RankStatus]) -> list[str]:
+def node_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     """Lay out nodes, one a line, with the states of their ranks."""
-    titles, rows = ["NODE", "HOST", "RANKS", "STATES"], []
+    rows = []
     for node_rank in sorted({rank.node_rank for rank in ranks}):
         of_node = [rank for rank in ranks if rank.node_rank == node_rank]
         states = Counter(rank.state for rank in of_node)
         rows.append(
-            [
+            (
                 str(node_rank),
                 printable(of_node[0].host),
                 rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
-                ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
+                ", ".join(f"{count} {state}" for state, count in states.most_common()),
                 *_usage_of([rank.usage for rank in of_node if rank.usage]),
-            ]
+            )
         )
-    titles += ["MS/STEP", "CPU", "MEMORY", "GPU"]
-    shown = [place for place, title in enumerate(titles) if place < 4 or {row[place] for row in rows} != {"-"}]
-    return table([[row[place] for place in shown] for row in (titles, *rows)], indent="  ")
+    nodes, hosts, spans, states_of, steps, cores, memory, gpus = zip(*rows, strict=True)
+    shown = [
+        Column(title="NODE", cells=nodes),
+        Column(title="HOST", cells=hosts, gives_way=1, least=8),
+        Column(title="RANKS", cells=spans),
+        Column(title="STATES", cells=states_of, least=12, paint=_painted_states),
+        Column(title="MS/STEP", cells=steps, gives_way=2),
+        Column(title="CPU", cells=cores, gives_way=5),
+        Column(title="MEMORY", cells=memory, gives_way=4),
+        Column(title="GPU", cells=gpus, gives_way=3),
+    ]
+    return lay_out([each for each in shown if set(each.cells) != {"-"}], room=columns, indent="  ")
+
+
+def _painted_states(cell: str) -> str:
+    return re.sub("[A-Z_]+", lambda match: state_text(match[0]), cell)
 
 
 def _usage_of(ranks: Sequence[RankUsage]) -> list[str]:

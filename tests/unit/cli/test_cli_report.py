@@ -91,6 +91,17 @@ def test_the_report_goes_to_standard_output(runs_dir: Path, capfd: pytest.Captur
     assert out.startswith("<!doctype html>")
 
 
+def test_a_report_prints_where_it_lies_as_json(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run = trained(runs_dir, "brisk-otter-3")
+    code, out, err = command(capfd, "report", "-o", "json")
+    size = run.report.stat().st_size
+    assert (code, err) == (0, "")
+    assert json.loads(out) == {"schema": 1, "runs": [run.name], "path": str(run.report.resolve()), "bytes": size}
+    code, out, err = command(capfd, "report", "--out", "-", "-o", "json")
+    assert (code, out) == (2, "")
+    assert "standard output" in err
+
+
 def test_the_page_allows_its_own_style_and_script_only(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trained(runs_dir, "brisk-otter-3")
     _, page, _ = command(capfd, "report", "--out", "-")
