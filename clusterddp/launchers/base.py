@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 from clusterddp.run.attempts import Report, Started, no_report
 
 if TYPE_CHECKING:
-    from clusterddp.launchers.beside import Beside
+    from clusterddp.launchers.exec_command import ExecCommand
     from clusterddp.planning.plan import Plan
     from clusterddp.results.sync import Synchroniser
     from clusterddp.run.directory import AttemptDir, RunDir
@@ -66,8 +66,8 @@ class Launcher(Protocol):
         Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
         """
 
-    def run_beside(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    def exec_command(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
     ) -> int:
         """Run a command beside running ranks of one node, with their machine and job; return its exit code.
 
