@@ -11,7 +11,7 @@ from typing import Literal
 
 from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import AttemptEnd, RootCause, cancelled, failed, failed_by
 
@@ -66,6 +66,11 @@ class Attempt:
     def settling(self) -> bool:
         """True between the first failure and the verdict."""
         return bool(self._failures)
+
+    @property
+    def begun_in(self) -> AttemptDir | None:
+        """The attempt's directory; None: no rank was ordered to start."""
+        return None if self.begun is None else self._run.attempt(self.number)
 
     def rank_ended(self, end: RankEnd, now: float) -> None:
         """Take in the end of a rank."""
