@@ -64,7 +64,7 @@ NOTIFIED = {
     "CLUSTERDDP_TIME": "When it happened, in seconds since the epoch.",
 }
 """What a command of `notify` gets."""
-BESIDE = {
+EXEC = {
     "CLUSTERDDP_EXEC_RANK": "The rank; so LOCAL_RANK, WORLD_SIZE and torchrun's other variables of a rank's place.",
     "CLUSTERDDP_EXEC_MASTER_PORT": "MASTER_PORT of the rank; so MASTER_ADDR, and CLUSTERDDP_EXEC_INIT_METHOD.",
     "CLUSTERDDP_EXEC_RUN_DIR": "Directory of the run; so CLUSTERDDP_EXEC_ATTEMPT and CLUSTERDDP_EXEC_STOP_FILE.",
@@ -133,7 +133,7 @@ def environment_page() -> str:
     lines += _variables(GIVEN)
     lines += ["## Given to a command of notify", "", *_variables(NOTIFIED)]
     renamed = "`exec` and `shell` rename the variables by which a program would take itself for a rank of the run."
-    lines += ["## Given to a command beside a rank", "", *filled(renamed), "", *_variables(BESIDE)]
+    lines += ["## Given to a command beside a rank", "", *filled(renamed), "", *_variables(EXEC)]
     lines += ["## Set for clusterddp's own processes", "", *filled("Do not rely on them."), "", *_variables(INTERNAL)]
     lines += [
         "## Where each value comes from",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -10,8 +11,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.check.job import JobRequest, run_job
 from clusterddp.check.nodes import judge_nodes
-from clusterddp.check.slurm import judge_slurm
-from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
 from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge import judge_here, judge_machine
 from clusterddp.facts.machine import Machine, read_machine
@@ -19,11 +19,15 @@ from clusterddp.facts.torch import import_torch
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
+from clusterddp.slurm.cluster import Cluster, read_cluster
+from clusterddp.slurm.first_spec import choose_partition, consequences, time_text, why_not
+from clusterddp.slurm.partitions import Partition
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
+_COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _NUM_NODES = 2
 
 
@@ -91,7 +95,7 @@ def _check_here(
     yield from judge_here(here)
     # Of a Slurm run only the submit happens here.
     yield from judge_machine(here, Needs() if on_slurm else needs)
-    yield from judge_slurm(environ, job if on_slurm else None)
+    yield from _judge_slurm(environ, job if on_slurm else None)
 
 
 def _needs_of(job: JobSpec | None) -> Needs:
@@ -111,3 +115,98 @@ def _job_request(job: JobSpec | None, environ: Mapping[str, str]) -> JobRequest:
         python=sys.executable,
         paths=(environment.get("PYTHONPATH", ""), environment.get("LD_LIBRARY_PATH", "")),
     )
+
+
+def _judge_slurm(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tuple[str, Result]]:
+    """Query Slurm, if it is here, and judge its answers; `job` is a spec for Slurm, if there is one."""
+    missing = [name for name in _COMMANDS if shutil.which(name, path=environ.get("PATH")) is None]
+    if len(missing) == len(_COMMANDS):
+        found = "none of its commands is here"
+        yield "Slurm", note(found) if job is None else red(found, "submit from a login node of the cluster")
+        return
+    if missing:
+        yield "Slurm's commands", red(f"{', '.join(missing)} missing", "install Slurm's client package; see PATH")
+        return
+    try:
+        cluster = read_cluster(environ)
+    except SlurmError as error:
+        level = note if job is None and not error.transient else red
+        yield "Slurm", level(error.message, "scontrol ping: is slurmctld up, and reached from here?")
+        return
+    yield "Slurm", ok(f"{cluster.version} answers, cluster {cluster.name}")
+    yield from _judge_cluster(cluster)
+    name = None if job is None else _option(job, "partition")
+    partition = cluster.partition(name) if name else choose_partition(cluster)
+    for sentence in consequences(cluster, partition):
+        yield "cluster", note(sentence)
+    if job is not None:
+        yield "partition", _judge_partition(cluster, job, name)
+        yield "account", _judge_account(cluster, _option(job, "account"), partition)
+
+
+def _judge_cluster(cluster: Cluster) -> Iterator[tuple[str, Result]]:
+    if cluster.has_accounting:
+        broken = [answer for answer in cluster.unanswered if answer.startswith("sacct")]
+        yield "accounting", note(broken[0], "sacctmgr ping; states still come from squeue") if broken else ok("answers")
+
+
+def _judge_partition(cluster: Cluster, job: JobSpec, names: str | None) -> Result:
+    if names is None:
+        default = next((partition for partition in cluster.partitions if partition.is_default), None)
+        if default is None:
+            return red("the spec names none, and the cluster has no default", "slurm.partition=NAME")
+        return _judge_one_partition(cluster, job, default)
+    unknown = [name for name in names.split(",") if cluster.partition(name) is None]
+    if unknown and cluster.partitions:
+        known = ", ".join(partition.name for partition in cluster.partitions)
+        return red(f"the cluster has no partition {', '.join(unknown)}", f"slurm.partition=NAME, one of {known}")
+    found = [partition for name in names.split(",") if (partition := cluster.partition(name))]
+    results = [_judge_one_partition(cluster, job, partition) for partition in found]
+    # Slurm takes the partition that can start the job first.
+    return next((result for result in results if result.level == "ok"), results[0] if results else note("not known"))
+
+
+def _judge_one_partition(cluster: Cluster, job: JobSpec, partition: Partition) -> Result:
+    asked = job.resources
+    fix = "sinfo -s; slurm.partition=NAME"
+    if not cluster.may_use(partition):
+        return red(f"{partition.name} takes no jobs of yours: {why_not(cluster, partition)}", fix)
+    if asked.time and partition.max_time_s and asked.time.seconds > partition.max_time_s:
+        limit = time_text(partition.max_time_s)
+        return red(f"{partition.name} allows {limit}, the spec asks for {asked.time}", f'resources.time="{limit}"')
+    if partition.node_groups:
+        usable = [group for group in partition.node_groups if group.num_gpus >= (asked.gpus_per_node or 0)]
+        num_nodes = sum(group.num_nodes for group in usable)
+        if num_nodes < asked.nodes:
+            what = f" with {asked.gpus_per_node} GPUs" if asked.gpus_per_node else ""
+            return red(f"{partition.name} has {num_nodes} nodes{what}, the spec asks for {asked.nodes}", fix)
+        up = sum(group.num_nodes for group in usable if group.usable)
+        if up < asked.nodes:
+            return note(f"{partition.name} has {up} such nodes up now, the spec asks for {asked.nodes}", "sinfo -R")
+        return ok(f"{partition.name}, {num_nodes} nodes can take the spec")
+    return ok(partition.name)
+
+
+def _judge_account(cluster: Cluster, account: str | None, partition: Partition | None) -> Result:
+    if account is None:
+        needed = cluster.needs_account and cluster.default_account is None and len(cluster.accounts) != 1
+        if needed:
+            return red("jobs need an account, and the spec names none", _account_fix(cluster))
+        return ok("none named")
+    if not cluster.has_accounting:
+        return note(f"{account}: without accounting Slurm accepts any", None)
+    if account not in cluster.accounts and (cluster.needs_account or cluster.accounts):
+        return red(f"{account} is not an account of {cluster.user.name}", _account_fix(cluster))
+    if partition is not None and not partition.takes_account(account):
+        return red(f"partition {partition.name} takes no jobs of {account}", _account_fix(cluster))
+    return ok(account)
+
+
+def _account_fix(cluster: Cluster) -> str:
+    names = ", ".join(cluster.accounts)
+    return f"slurm.account=NAME, one of {names}" if names else "ask the cluster's administrators for an account"
+
+
+def _option(job: JobSpec, name: str) -> str | None:
+    value = job.slurm.get(name)
+    return value if isinstance(value, str) else None

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,78 +11,19 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-from click.shell_completion import CompletionItem
 
+from clusterddp.cli.param_types import HostName, KeyValue, RunName, SpecPath
 from clusterddp.cli.terminal import HELP_OPTIONS, Terminal
-from clusterddp.errors import ClusterddpError, SpecError
 from clusterddp.run.directory import RunDir
-from clusterddp.run.sweep import SweepDir, sweep_of
+from clusterddp.run.sweep import sweep_of
 
 if TYPE_CHECKING:
     from clusterddp.login.commands import Argument
     from clusterddp.spec.overrides import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_DEFAULT_RUNS = "runs"
 PLANNED_NAME = "RUN"
 """Stands for the name of the run in a plan that is only shown; the name is chosen at the submit."""
-
-
-class RunName(click.types.StringParamType):
-    """A run or a sweep: its name, the beginning of it, `@last`, or its directory."""
-
-    name = "run"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        try:
-            runs_dir = ctx.params.get("runs_dir") or default_runs_dir(ctx.obj)
-            names = sorted(entry.name for entry in os.scandir(runs_dir) if not entry.name.startswith("."))
-        except (OSError, ClusterddpError):
-            return []
-        names += [path.stem for path in Path(runs_dir, ".login").glob("*.json")]  # those on clusters
-        sweep = SweepDir(Path(runs_dir) / incomplete.rpartition(".")[0])
-        names += sweep.run_names() if sweep.tasks.is_file() else []
-        return [CompletionItem(name) for name in [*names, "@last"] if name.startswith(incomplete)]
-
-
-class KeyValue(click.types.StringParamType):
-    """`KEY=VALUE`: completed with the keys of a spec, then with the values of a key that has a fixed choice."""
-
-    name = "key=value"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from clusterddp.spec.keys import complete_override
-
-        # bash takes = for the end of a word: key, = and value come apart, click leaves out a = that is the last, and
-        # bash replaces the value only.
-        before: tuple[str, ...] = ctx.params.get(param.name or "") or ()
-        words = [word for word in before[-2:] if word != "="]
-        is_parted = bool(before) and (before[-1] == "=" or not ("=" in before[-1] or before[-1].startswith("~")))
-        parted = f"{words[-1]}=" if is_parted and words else ""
-        found = complete_override(parted + incomplete)
-        return [CompletionItem(text.removeprefix(parted), help=help_text or None) for text, help_text in found]
-
-
-class SpecPath(click.Path):
-    """The path of a spec; `-` is standard input."""
-
-    def __init__(self) -> None:
-        super().__init__(dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return value if value == "-" else super().convert(value, param, ctx)
-
-
-class HostName(click.types.StringParamType):
-    """A host, or a host list; completed with the names of ~/.ssh/config."""
-
-    name = "host"
-
-    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from clusterddp.ssh.config import config_names, home
-
-        names = config_names(home() / ".ssh" / "config")
-        return [CompletionItem(name) for name in names if name.startswith(incomplete)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,32 +178,20 @@ def collected(name: str, values_class: type[Any]) -> Callable[[_F], _F]:
     return decorate
 
 
-def default_runs_dir(terminal: Terminal | None) -> Path:
-    """Return where runs lie without --runs.
-
-    Raises: SpecError: the project file or the site file cannot be used.
-    """
-    from clusterddp.spec.shared import read_shared_files
-
-    environ = terminal.environ if terminal else {}
-    if named := environ.get("CLUSTERDDP_RUNS"):
-        return Path(named)
-    try:
-        return read_shared_files(environ, Path.cwd()).runs_dir or Path(_DEFAULT_RUNS)
-    except SpecError as error:
-        raise SpecError(error.problems, "so the runs directory is not known: --runs DIR names it") from error
-
-
 def _usual_runs_dir() -> Path | None:
+    from clusterddp.spec.shared import default_runs_dir
+
     ctx = click.get_current_context()
-    return None if ctx.resilient_parsing else default_runs_dir(ctx.obj)
+    return None if ctx.resilient_parsing else default_runs_dir(ctx.obj.environ if ctx.obj else {})
 
 
 def address(run: RunDir, terminal: Terminal) -> str:
     """Return how the next command names this run: by its name, or by its path when it is not where runs usually lie."""
+    from clusterddp.spec.shared import default_runs_dir
+
     sweep = sweep_of(run)
     place = sweep.path if sweep else run.path
-    if place.parent.resolve() == default_runs_dir(terminal).resolve():
+    if place.parent.resolve() == default_runs_dir(terminal.environ).resolve():
         return run.name
     return shlex.quote(str(run.path.resolve()))
 

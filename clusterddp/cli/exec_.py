@@ -38,7 +38,7 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], ranks: str, r
     """
     from clusterddp.look.logs import parse_ranks
     from clusterddp.run.record import read_gang
-    from clusterddp.submission.beside import find_running
+    from clusterddp.submission.exec_ranks import find_running
     from clusterddp.system.keyboard import Keyboard, has_terminal
 
     if not argv:
@@ -47,7 +47,7 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], ranks: str, r
     chosen = parse_ranks(ranks, read_gang(run).world_size)
     running = find_running(run, terminal.environ, ranks=chosen)
     keyboard = Keyboard(terminal=has_terminal()) if len(chosen) == 1 else None
-    return running.run_beside(argv, terminal.environ, keyboard)
+    return running.exec_command(argv, terminal.environ, keyboard)
 
 
 @command("shell")
@@ -66,7 +66,7 @@ def shell(terminal: Terminal, *, name: str, rank: int | None, node_rank: int | N
     clusterddp shell RUN
     clusterddp shell RUN --node 1
     """
-    from clusterddp.submission.beside import find_running
+    from clusterddp.submission.exec_ranks import find_running
     from clusterddp.system.keyboard import Keyboard, has_terminal
 
     if rank is not None and node_rank is not None:
@@ -75,7 +75,7 @@ def shell(terminal: Terminal, *, name: str, rank: int | None, node_rank: int | N
         hint = f"clusterddp exec {name} -- CMD runs a command"
         raise UsageError("a shell needs a terminal as standard input, output and error", hint=hint)
     running = find_running(find_run(runs_dir, name), terminal.environ, ranks=[rank or 0], node_rank=node_rank)
-    return running.run_beside(_SHELL, terminal.environ, Keyboard(terminal=True))
+    return running.exec_command(_SHELL, terminal.environ, Keyboard(terminal=True))
 
 
 COMMANDS = {"exec": exec_, "shell": shell}

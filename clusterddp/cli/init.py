@@ -7,16 +7,16 @@ import shlex
 import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import HostName, command
+from clusterddp.cli.arguments import collected, command
 from clusterddp.cli.login import ask_login, profile_option
-from clusterddp.cli.terminal import Terminal, put, say
-from clusterddp.cli.watch import say_note
+from clusterddp.cli.param_types import HostName
+from clusterddp.cli.terminal import Terminal, put, say, say_note
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.login.node import Node, find_node
 from clusterddp.system.files import write_text
@@ -40,7 +40,8 @@ class Answers:
     hosts: str | None
     partition: str | None
     script: str | None
-    asks: bool
+    yes: bool
+    asks: bool = False
     given: Mapping[str, Value] = field(default_factory=dict)
     """What the site file and the project file give, by dotted key."""
 
@@ -57,19 +58,9 @@ class Answers:
 @click.option("-y", "--yes", is_flag=True, help="Ask nothing, take the defaults.")
 @profile_option
 @click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
+@collected("answers", Answers)
 @click.pass_obj
-def init(
-    terminal: Terminal,
-    *,
-    path: Path,
-    launcher: str | None,
-    hosts: str | None,
-    partition: str | None,
-    script: str | None,
-    yes: bool,
-    profile: str | None,
-    force: bool,
-) -> None:
+def init(terminal: Terminal, *, path: Path, answers: Answers, profile: str | None, force: bool) -> None:
     """Write a commented spec to PATH (job.yaml) to start from.
 
     On a terminal it asks what the options leave open: what starts the ranks, the hosts or the partition, the script.
@@ -82,9 +73,8 @@ def init(
     from clusterddp.spec.base import read_shared_values
 
     _refuse_place(path, force=force)
-    asks = not yes and sys.stdin.isatty() and sys.stdout.isatty()
-    given = read_shared_values(terminal.environ, path)
-    answers = Answers(launcher=launcher, hosts=hosts, partition=partition, script=script, asks=asks, given=given)
+    asks = not answers.yes and sys.stdin.isatty() and sys.stdout.isatty()
+    answers = replace(answers, asks=asks, given=read_shared_values(terminal.environ, path))
     try:
         text, notes = _first_spec(answers, terminal, profile)
     except click.Abort as abort:

@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from click.shell_completion import CompletionItem
 
-from clusterddp.cli.arguments import RunName, collected, command, output_option, runs_option
+from clusterddp.cli.arguments import collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say
-from clusterddp.cli.text.list_order import SORT_HELP, SORT_KEYS, sort_summaries
+from clusterddp.cli.param_types import RunName
+from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_note
 from clusterddp.cli.text.run_list import list_lines
-from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
@@ -36,6 +36,11 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 6.0
 """How long `list` waits for the hosts of runs."""
 _NEWEST_SHOWN = 20
+_SORTED_BY = ("accuracy", "created", "name", "time")
+_SORT_KEYS = [*_SORTED_BY, *(f"-{key}" for key in _SORTED_BY)]
+_SORT_HELP = (
+    "accuracy (best first), created (newest first), time (that of its ranks, longest first) or name; -KEY reverses."
+)
 _RUNS_AT_ONCE = 1000
 """How many runs are read at a time when some of them are selected."""
 
@@ -94,7 +99,7 @@ def _complete_state(ctx: click.Context, param: click.Parameter, incomplete: str)
     help="Only runs in this state; may be repeated.",
 )
 @click.option("--name", "spec_name", metavar="NAME", help="Only runs whose spec has this name.")
-@click.option("--sort", "order", type=click.Choice(SORT_KEYS), metavar="KEY", help=SORT_HELP)
+@click.option("--sort", "order", type=click.Choice(_SORT_KEYS), metavar="KEY", help=_SORT_HELP)
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="Show at most N; 20, or all runs of SWEEP.")
 @click.option("--wide", is_flag=True, help="All columns, uncut, however narrow the terminal is.")
 @output_option
@@ -153,7 +158,7 @@ def _select(
         if len(selected) == limit and not selection.order and not (counts and selection.selects):
             break
     if selection.order:
-        selected = sort_summaries(selected, selection.order)
+        selected = _sorted(selected, selection.order)
     return selected[:limit], num_found
 
 
@@ -181,3 +186,21 @@ def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:
             yield run, read_run(run)
         except (ClusterddpError, OSError, TypeError) as error:  # one broken record must not hide the others
             say(printable(f"{run.path}: {error}"))
+
+
+def _sorted(summaries: Sequence[RunSummary], order: str) -> list[RunSummary]:
+    """Sort runs by one of `_SORT_KEYS`, by `time` as the column TIME shows it; runs without a value come last."""
+    reverses, key = order.startswith("-"), order.removeprefix("-")
+    if key == "name":
+        return sorted(summaries, key=lambda run: run.run, reverse=reverses)
+    value_of: dict[str, Callable[[RunSummary], Any]] = {
+        "accuracy": lambda run: run.progress.accuracy if run.progress else None,
+        "created": lambda run: run.created,
+        "time": lambda run: run.times.running_s or None,
+    }
+
+    def place(run: RunSummary) -> float:
+        value = value_of[key](run)
+        return math.inf if value is None else value if reverses else -value
+
+    return sorted(summaries, key=place)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 import shlex
 import sys
 from collections.abc import Callable, Mapping
@@ -12,19 +11,18 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clusterddp.cli.arguments import HostName, RunName, collected, command, output_option, runs_option
+from clusterddp.cli.arguments import collected, command, output_option, runs_option
+from clusterddp.cli.param_types import Age, HostName, RunName
 from clusterddp.cli.terminal import Terminal, columns_of, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
-from clusterddp.system.units import UNIT_S
 
 if TYPE_CHECKING:
     from clusterddp.look.cleanup import Cleanup
     from clusterddp.look.ps import Machines
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_AGE = re.compile(r"([0-9]{1,5})([hdw])")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +131,13 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
 
 @command("gc")
 @_machine_options
-@click.option("--older-than", metavar="30d", help="Also remove runs that ended that long ago, and what they needed.")
+@click.option(
+    "--older-than",
+    "older_than_s",
+    type=Age(),
+    metavar="30d",
+    help="Also remove runs that ended that long ago, and what they needed.",
+)
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be ended and removed; do nothing.")
 @click.pass_obj
@@ -141,7 +145,7 @@ def gc(
     terminal: Terminal,
     *,
     selection: Selection,
-    older_than: str | None,
+    older_than_s: float | None,
     yes: bool,
     dry_run: bool,
     output: str,
@@ -157,8 +161,7 @@ def gc(
     from clusterddp.cli.text import ps as text
     from clusterddp.look.cleanup import Cleanup
 
-    older_than_s = _read_age(older_than) if older_than else None
-    if selection.name and older_than:
+    if selection.name and older_than_s:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
     with selection.open(terminal.environ) as machines:
         show = say if output == "json" else put
@@ -194,11 +197,3 @@ def _carry_out(cleanup: Cleanup, show: Callable[[str], None], *, yes: bool, dry_
         cleanup.carry_out()
         text.say_removed(cleanup, show)
     return True
-
-
-def _read_age(text: str) -> float:
-    match = _AGE.fullmatch(text.strip())
-    if match is None or not int(match[1]):
-        # What is younger may be part of a submit that is under way.
-        raise UsageError(f"--older-than {text}: an age of an hour or more is expected", hint="12h, 30d, 4w")
-    return float(int(match[1]) * UNIT_S[match[2]])

@@ -8,8 +8,7 @@ import click
 
 from clusterddp.cli.arguments import command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.terminal import Terminal, put_json, say
-from clusterddp.cli.watch import say_note
+from clusterddp.cli.terminal import Terminal, put_json, say, say_note
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import Synchroniser

@@ -6,13 +6,15 @@ import dataclasses
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import click
 
-from clusterddp.cli.arguments import RunName, command, output_option, runs_option
+from clusterddp.cli.arguments import collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
+from clusterddp.cli.param_types import Age, RunName
 from clusterddp.cli.terminal import Terminal, columns_of, confirm, duration, put, put_json, say, say_error, table
 from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import state_text
@@ -23,7 +25,7 @@ from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.removal import Snapshot, find_snapshots, finish_removals, remnants, remove_snapshots
 from clusterddp.run.sweep import find_sweep, sweep_of
-from clusterddp.run.usage import Usage, ended_at, expires_at, keep_of, measure, measure_run, parse_age
+from clusterddp.run.usage import Usage, ended_at, expires_at, keep_of, measure, measure_run
 from clusterddp.run.view import RunState
 from clusterddp.system.units import format_bytes, format_count
 
@@ -35,16 +37,18 @@ _LEAST_LABEL = 22
 _ENDED = [state.value for state in RunState if state.finished]
 
 
-class Age(click.types.StringParamType):
-    """An age such as 12h, 30d or 4w, as seconds."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RemovalOptions:
+    """How `rm` removes what was selected."""
 
-    name = "age"
+    local: bool
+    yes: bool
+    dry_run: bool
+    output: str
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        seconds = value if isinstance(value, float) else parse_age(str(value))
-        if seconds is None:
-            self.fail(f'"{value}": expected an age such as 12h, 30d or 4w', param, ctx)
-        return seconds
+    def show(self, text: str) -> None:
+        """Print for people: to stdout, or to stderr where stdout has JSON."""
+        (say if self.output == "json" else put)(text)
 
 
 @command("rm")
@@ -65,20 +69,11 @@ class Age(click.types.StringParamType):
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be removed; remove nothing.")
 @output_option
 @runs_option
+@collected("selector", Selector)
+@collected("options", RemovalOptions)
 @click.pass_obj
 def rm(
-    terminal: Terminal,
-    *,
-    names: tuple[str, ...],
-    states: tuple[str, ...],
-    spec_name: str | None,
-    older_than_s: float | None,
-    expired: bool,
-    local: bool,
-    yes: bool,
-    dry_run: bool,
-    output: str,
-    runs_dir: Path,
+    terminal: Terminal, *, names: tuple[str, ...], selector: Selector, options: RemovalOptions, runs_dir: Path
 ) -> int:
     """Remove runs that have ended, with their checkpoints, logs and results, after asking.
 
@@ -91,32 +86,25 @@ def rm(
     clusterddp rm --state FAILED --older-than 30d -n      what would be removed, and how much
     clusterddp rm --name sweep-lr --state CANCELLED --yes
     """
-    chosen = frozenset(state.upper() for state in states)
-    selector = Selector(states=chosen, spec_name=spec_name, older_than_s=older_than_s, expired=expired)
     if not names and not selector.selects:
         raise UsageError("names no run", hint="clusterddp rm RUN, or --state, --name, --older-than, --expired")
-    removal = Removal(runs_dir=runs_dir.resolve(), environ=terminal.environ, report=say, here_only=local)
+    removal = Removal(runs_dir=runs_dir.resolve(), environ=terminal.environ, report=say, here_only=options.local)
     removal.look(names, selector)
     code = _unused_code(removal.runs_dir, without=removal.places)
-    show = say if output == "json" else put
     if removal.candidates:
-        show("\n".join(_candidate_lines(removal, code)))
+        options.show("\n".join(_candidate_lines(removal, code)))
     elif not removal.refused:
         say(f"no such run in {runs_dir}")
     if removal.unfinished:
         say(f"{format_count(removal.unfinished, 'run')} not ended, and left out")
-    if not dry_run and (removal.candidates or yes):
-        question = f"Remove {_size_text(removal.candidates, code)}?"
-        if not (yes or confirm(question, hint="--yes, or -n to look only", refused="nothing was removed")):
-            say("nothing was removed")
+    if not options.dry_run and (removal.candidates or options.yes):
+        if not _confirm(removal, code, options):
             return 1
-        code = _carry_out(removal)
-        if removal.removed or code:
-            show(f"removed {_size_text(removal.removed, code)}")
+        code = _carry_out(removal, options)
     for error in removal.refused.values():
         say_error(error.message, hint=error.hint)
-    if output == "json":
-        put_json(_removal_json(removal, code, dry_run=dry_run))
+    if options.output == "json":
+        put_json(_removal_json(removal, code, dry_run=options.dry_run))
     return max((error.exit_code for error in removal.refused.values()), default=0)
 
 
@@ -157,11 +145,23 @@ def _runs_of(runs_dir: Path, name: str) -> list[RunDir]:
     return list_runs(sweep.path) if sweep else [find_run(runs_dir, name)]
 
 
-def _carry_out(removal: Removal) -> list[Snapshot]:
+def _confirm(removal: Removal, code: list[Snapshot], options: RemovalOptions) -> bool:
+    """Ask whether to remove what was found; return False when the user refuses."""
+    question, refused = f"Remove {_size_text(removal.candidates, code)}?", "nothing was removed"
+    if options.yes or confirm(question, hint="--yes, or -n to look only", refused=refused):
+        return True
+    say(refused)
+    return False
+
+
+def _carry_out(removal: Removal, options: RemovalOptions) -> list[Snapshot]:
     """Remove the runs, what earlier removals left, and unused code; return the snapshots that were removed."""
     removal.carry_out()
     finish_removals(removal.runs_dir)
-    return remove_snapshots(_unused_code(removal.runs_dir), removal.runs_dir)
+    code = remove_snapshots(_unused_code(removal.runs_dir), removal.runs_dir)
+    if removal.removed or code:
+        options.show(f"removed {_size_text(removal.removed, code)}")
+    return code
 
 
 def _unused_code(runs_dir: Path, *, without: Sequence[Path] = ()) -> list[Snapshot]:

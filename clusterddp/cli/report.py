@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import RunName, command, output_option, runs_option
+from clusterddp.cli.arguments import command, output_option, runs_option
 from clusterddp.cli.login import ask_login, node_of_all, profile_option
-from clusterddp.cli.terminal import Terminal, put, put_json, say, writing_stdout
-from clusterddp.cli.watch import say_note
+from clusterddp.cli.param_types import RunName
+from clusterddp.cli.terminal import Terminal, put, put_json, say, say_note, writing_stdout
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable

@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import RunName, address, collected, command, output_option, run_argument, runs_option
+from clusterddp.cli.arguments import address, collected, command, output_option, run_argument, runs_option
 from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.login import works_at_login
+from clusterddp.cli.param_types import RunName
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
-from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_error
+from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_error, say_note
 from clusterddp.cli.text.status import status_lines
 from clusterddp.cli.watch import (
     draw,
     say_ending,
-    say_note,
     say_unfetched,
     states_until,
     staying_with,

@@ -15,9 +15,7 @@ import click
 from clusterddp.cli import sweeps
 from clusterddp.cli.arguments import (
     PLANNED_NAME,
-    KeyValue,
     Place,
-    RunName,
     StartOptions,
     command,
     place_options,
@@ -26,8 +24,9 @@ from clusterddp.cli.arguments import (
     start_options,
 )
 from clusterddp.cli.login import profile_option, start_at_login, works_at_login
-from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say
-from clusterddp.cli.watch import say_note, stay_with
+from clusterddp.cli.param_types import KeyValue, RunName
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
+from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node
 from clusterddp.run.directory import RunDir

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import PLANNED_NAME, default_runs_dir
-from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say
+from clusterddp.cli.arguments import PLANNED_NAME
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say, say_note
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text import sweep as text
-from clusterddp.cli.watch import draw, say_note, states_until
+from clusterddp.cli.watch import draw, states_until
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import Synchroniser
@@ -165,6 +165,8 @@ def _show_plan(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> in
 
 def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
     """Print which sweep was started and what to type next, or wait for its runs; return the exit code."""
+    from clusterddp.spec.shared import default_runs_dir
+
     carrier = text.carrier_text(submitted.launcher, submitted.job_id)
     say(f"{verb} {click.style(submitted.sweep, bold=True)}: {format_count(len(submitted.runs), 'run')}  ({carrier})")
     if options.output == "json":
@@ -174,7 +176,7 @@ def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOpti
         put(submitted.sweep)
     if options.wait:
         return wait_for_all(SweepDir(submitted.path), terminal)
-    in_usual_place = submitted.path.parent.resolve() == default_runs_dir(terminal).resolve()
+    in_usual_place = submitted.path.parent.resolve() == default_runs_dir(terminal.environ).resolve()
     where = submitted.sweep if in_usual_place else shlex.quote(str(submitted.path.resolve()))
     say(f"  status  clusterddp status {where}")
     say(f"  wait    clusterddp wait {where}")

@@ -94,6 +94,11 @@ def say(text: str = "") -> None:
     click.echo(_escaped(text), err=True)
 
 
+def say_note(text: str) -> None:
+    """Print a note to stderr."""
+    say(f"note: {printable(text)}")
+
+
 def say_error(message: str, *, hint: str | None = None) -> None:
     """Print an error and its hint to stderr; text of other programs may be part of both."""
     say(f"{click.style('error:', fg='red', bold=True)} {message}")

@@ -13,7 +13,7 @@ import click
 
 from clusterddp.cli.arguments import StartOptions, address
 from clusterddp.cli.log_output import write_logs
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
+from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, say_note
 from clusterddp.cli.text.next_steps import next_steps
 from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
 from clusterddp.cli.text.states import state_text
@@ -85,11 +85,6 @@ def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
     """Keep the local copy of the run up to date; Ctrl-C ends the watching, not the run."""
     with detaching(run, terminal), Synchroniser([run], terminal.environ, report=say_note) as sync:
         yield sync
-
-
-def say_note(text: str) -> None:
-    """Print a note to stderr."""
-    say(f"note: {printable(text)}")
 
 
 def say_unfetched(run: RunDir) -> None:

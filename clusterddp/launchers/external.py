@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.launchers.beside import Beside, run_here
+from clusterddp.launchers.exec_command import ExecCommand, exec_here
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, find_processes
@@ -82,11 +82,11 @@ class ExternalLauncher:
             hint="py-spy dump --pid PID shows the stacks of one process; clusterddp status has the pids",
         )
 
-    def run_beside(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    def exec_command(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
     ) -> int:
         """Run it on this machine; ranks of other machines are not found."""
-        return run_here(run, attempt, beside, environ)
+        return exec_here(run, attempt, command, environ)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""

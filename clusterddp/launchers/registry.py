@@ -1,11 +1,109 @@
-"""The launchers by name; each is imported when it is first used."""
+"""The launchers: what each of them does for a run, and the one with a name, which is imported when it is first used."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
 
-from clusterddp.launchers.base import Launcher
+from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.record import FOREIGN
+
+if TYPE_CHECKING:
+    from clusterddp.launchers.exec_command import ExecCommand
+    from clusterddp.planning.plan import Plan
+    from clusterddp.results.sync import Synchroniser
+    from clusterddp.run.directory import AttemptDir, RunDir
+    from clusterddp.run.outcome import AttemptEnd
+    from clusterddp.run.record import RunRecord
+    from clusterddp.run.view import RunView
+    from clusterddp.slurm.queue import Slurm
+
+
+class Launcher(Protocol):
+    """Starts the processes of runs, ends them, and reads their state; it keeps no state of its own.
+
+    `environ` is the environment of the calling command. `sync` updates the local files of remote runs.
+    """
+
+    @property
+    def killed(self) -> str:
+        """The reason recorded for a cancelled run that `end_by_force` had to end."""
+
+    @property
+    def things(self) -> str:
+        """What `clear_away` counts, in the plural."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a start that is known to fail, before anything is written.
+
+        Raises: PreflightError.
+        """
+
+    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+        """Start an attempt whose directory is ready; `report` receives progress messages of slow steps.
+
+        Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have
+        started.
+        """
+
+    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+        """Undo an interrupted start; return a sentence on the result, or an empty string."""
+
+    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+        """Return the plan for the next start; values that depend on the machines' state are read again.
+
+        Raises: UsageError, PreflightError: the run cannot start again, or not now.
+        """
+
+    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
+        """Ask a run to checkpoint and end; its STOP file is written already.
+
+        Raises: ClusterddpError: the run cannot be reached.
+        """
+
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+        """Ask the head of a run where its ranks are; return the id of the report that it will write.
+
+        Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
+        """
+
+    def exec_command(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
+    ) -> int:
+        """Run a command beside running ranks of one node, with their machine and job; return its exit code.
+
+        Raises: ClusterddpError: the machine or the job of the ranks cannot be reached.
+        """
+
+    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+        """Ask a run to end at once; its CANCEL file is written already. True: the run will record its own end.
+
+        Raises: ClusterddpError: the run cannot be reached.
+        """
+
+    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+        """End a run that does not answer; False when no process or job of it was left.
+
+        Raises: ClusterddpError: a process or job cannot be reached or ended.
+        """
+
+    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+        """End leftover processes or jobs of a run that has ended; return their number.
+
+        Raises: ClusterddpError: one of them cannot be reached or ended.
+        """
+
+    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+        """Return the `slurm` that `read_state` queries while a run is being ended; None where it queries none."""
+
+    def read_state(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
+    ) -> RunView | None:
+        """Read the state of a run without a final end; `attempt` is its newest attempt, `end` the end of that.
+
+        None: the run's files changed meanwhile; the caller reads them again.
+        """
 
 
 @functools.cache

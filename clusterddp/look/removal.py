@@ -35,7 +35,7 @@ _LOOKS = 3
 class Selector:
     """Which of the runs are meant; without any of these all are."""
 
-    states: frozenset[str] = frozenset()
+    states: tuple[str, ...] = ()
     spec_name: str | None = None
     older_than_s: float | None = None
     expired: bool = False

@@ -179,8 +179,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
     unreached = read_unreached(run) if record.launcher == "ssh" else {}
-    is_running = view.state is RunState.RUNNING
-    events = read_events(run)
+    events, is_running = read_events(run), view.state is RunState.RUNNING
     usage = read_usage_report(attempt) if is_running and attempt else None
     transports = find_transports(events, view.attempt)
     return RunStatus(
@@ -188,7 +187,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         name=record.name,
         times=_times(run, record, view),
         state=view.state,
-        reason="; ".join([view.reason, *([] if attempt is None or view.finished else stopped_ranks(attempt))]),
+        reason=_reason(view, attempt),
         launcher=record.launcher,
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
@@ -212,6 +211,10 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(run, record, attempt) if is_running else None,
     )
+
+
+def _reason(view: RunView, attempt: AttemptDir | None) -> str:
+    return "; ".join([view.reason, *([] if attempt is None or view.finished else stopped_ranks(attempt))])
 
 
 def _warning(

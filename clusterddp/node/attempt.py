@@ -11,7 +11,7 @@ from typing import Literal
 
 from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
 from clusterddp.ranks.spelling import spell_ranks
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import AttemptEnd, RootCause, cancelled, failed, failed_by
 
@@ -24,6 +24,7 @@ SETTLE_SPAWNED_S = 4.0
 
 NEVER_ASKED = "the program left with exit code 0 and never asked clusterddp.should_stop(): it may have completed"
 """Of ranks that ended well after a request to stop, and whose code names the stop file: a look at it is not seen."""
+_JUDGE_QUIET_S = 1.0
 
 Restart = Literal["none", "here", "another job"]
 """Who starts the next attempt: no process, the same supervisors, or another start of the Slurm job."""
@@ -66,6 +67,11 @@ class Attempt:
     def settling(self) -> bool:
         """True between the first failure and the verdict."""
         return bool(self._failures)
+
+    @property
+    def begun_in(self) -> AttemptDir | None:
+        """The attempt's directory; None: no rank was ordered to start."""
+        return None if self.begun is None else self._run.attempt(self.number)
 
     def rank_ended(self, end: RankEnd, now: float) -> None:
         """Take in the end of a rank."""
@@ -122,6 +128,10 @@ class Attempt:
             failure = Failure.at(host, f"{self._spell(self.running)} {what}", rank=rank)
             self._overdue = failure if now >= self._stop_deadline else None
             self.fail(failure, now)
+
+    def is_about_to_be_killed(self, now: float) -> bool:
+        """Return whether Slurm soon kills what is left: a node without heartbeats is lost then, which is the cause."""
+        return now >= self.ends_by - _JUDGE_QUIET_S
 
     def is_over(self, now: float) -> bool:
         """Return whether the verdict is due: the ranks that are left are then ended."""

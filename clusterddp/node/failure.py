@@ -133,15 +133,24 @@ def failure_of(end: RankEnd, gang: Gang) -> Failure:
     return Failure(cause=cause, weight=end.weight, restartable=True)
 
 
-def reported_failure(node: Node, report: Message) -> Failure:
-    """Return the failure that a node's supervisor reports; one that names a rank may be mended by another job."""
+def reported_failure(gang: Gang, node: Node, report: Message, *, attempt: AttemptDir | None) -> Failure:
+    """Return the failure that a node's supervisor reports; one that names a rank may be mended by another job.
+
+    `attempt`: as `failure_of_nodes`.
+    """
+    if report["kind"] == "parent_gone" and report["over_ssh"]:
+        what = f"{node.host} lost the command that carries the run"
+        return failure_of_nodes(gang, gang.nodes, what, attempt=attempt, place=node)
+    if report["kind"] == "parent_gone":
+        what = f"the task that carries the run (pid {report['pid']}) was killed"
+        return failure_of_nodes(gang, gang.nodes, what, attempt=attempt)
     rank = int(report.get("rank", min(node.ranks)))
     weight, names_rank = int(report["weight"]), "rank" in report
     return Failure.at(node.host, str(report["error"]), rank=rank, weight=weight, job_restartable=names_rank)
 
 
 def failure_of_nodes(
-    gang: Gang, nodes: Sequence[Node], what: str, *, attempt: AttemptDir | None, place: Node | None
+    gang: Gang, nodes: Sequence[Node], what: str, *, attempt: AttemptDir | None, place: Node | None = None
 ) -> Failure:
     """Return the failure of all ranks of `nodes` by something that is no rank's fault, seen at `place` if not there.
 

@@ -23,9 +23,6 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.system.files import is_file
 
-_JUDGE_QUIET_S = 1.0
-"""So long before Slurm kills what is left, a node without heartbeats counts as lost: its loss is the cause then."""
-
 
 class Head:
     """The gang from the first join to the last record."""
@@ -93,10 +90,8 @@ class Head:
             (self._usage if kind == "usage" else self._hangs).on_report(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
-        elif kind == "stop_requested":
-            self._on_stop_request(report, now)
-        elif kind == "cancel":
-            self._cancel(str(report["reason"]))
+        elif kind in {"stop_requested", "cancel"}:
+            self._on_request(report, now)
         elif kind == "supervisor_ended":
             self._on_supervisor_end(int(report["node_rank"]), int(report["exit_code"]), now)
         elif kind == "ended":
@@ -105,8 +100,8 @@ class Head:
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
         elif kind == "gave_up":
             self.on_loss(node_rank, Loss("given_up", str(report["why"])), now)
-        else:
-            self._on_failure(node, report, now)
+        elif kind in {"failed", "parent_gone"}:
+            self._fail(reported_failure(self._gang, node, report, attempt=self._attempt.begun_in), now)
 
     def _on_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
@@ -118,14 +113,6 @@ class Head:
             self._start.nodes[node.node_rank] = facts_of(report)
             if node.node_rank == 0:
                 self._interface = report["interface"]
-
-    def _on_failure(self, node: Node, report: Message, now: float) -> None:
-        if report["kind"] == "failed":
-            self._fail(reported_failure(node, report), now)
-        elif report["kind"] == "parent_gone" and report["over_ssh"]:
-            self._fail_nodes(self._gang.nodes, f"{node.host} lost the command that carries the run", now, place=node)
-        elif report["kind"] == "parent_gone":
-            self._fail_nodes(self._gang.nodes, f"the task that carries the run (pid {report['pid']}) was killed", now)
 
     def on_loss(self, node_rank: int, why: Loss, now: float) -> None:
         """Act on the loss of the link to a node's supervisor."""
@@ -212,12 +199,13 @@ class Head:
             log_line(f"the start could not be recorded: {error}")
             self._fail(Failure.at(self._gang.nodes[0].host, error, rank=0), now)
 
-    def _cancel(self, reason: str) -> None:
-        self._restarts.final = True
-        if self._ending is None and self._attempt.cancel_reason is None:
-            self._attempt.cancel_reason = reason
-
-    def _on_stop_request(self, report: Message, now: float) -> None:
+    def _on_request(self, report: Message, now: float) -> None:
+        """Act on a request to cancel the run, or to stop it at a checkpoint."""
+        if report["kind"] == "cancel":
+            self._restarts.final = True
+            if self._ending is None and self._attempt.cancel_reason is None:
+                self._attempt.cancel_reason = str(report["reason"])
+            return
         if report.get("ordered"):
             return  # a stop file that a node has written on this head's order
         if self._job is not None and report.get("signal") == "SIGTERM":
@@ -232,7 +220,7 @@ class Head:
     def _watch_job(self, job: JobWatch, now: float) -> None:
         intent = job.tick(now)
         self.node_is_down |= intent is not None and intent.node_is_down
-        self.node_is_down |= now >= self._attempt.ends_by - _JUDGE_QUIET_S
+        self.node_is_down |= self._attempt.is_about_to_be_killed(now)
         if intent is not None and apply_intent(intent, self._attempt) and self._ending is None:
             self._stop(intent.reason, now, time_limit=intent.kind == "time_is_up")
 
@@ -246,11 +234,9 @@ class Head:
         log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason, asks=self._attempt.asks)
         self._send_all({"kind": "stop", "reason": reason})
 
-    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, place: Node | None = None) -> None:
-        """Note that all ranks of `nodes` end because of something that is no rank's fault, seen at `place`."""
-        begun = self._attempt.begun is not None
-        attempt = self._run.attempt(self._attempt.number) if begun else None
-        self._fail(failure_of_nodes(self._gang, nodes, what, attempt=attempt, place=place), now)
+    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float) -> None:
+        """Note that all ranks of `nodes` end because of something that is no rank's fault."""
+        self._fail(failure_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in), now)
 
     def _fail(self, failure: Failure, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
@@ -277,9 +263,8 @@ class Head:
             self._record_start(now)
         end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
         restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
-        if is_file(self._run.cancel_file):
-            restart = "none"
-        if restart == "here" and not make_next_attempt(self._run, attempt.number + 1):
+        cancelled = is_file(self._run.cancel_file)
+        if cancelled or (restart == "here" and not make_next_attempt(self._run, attempt.number + 1)):
             restart = "none"
         if restart != "none":
             end = dataclasses.replace(end, will_restart=True, needs_job=restart == "another job")

@@ -8,17 +8,23 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.errors import ClusterddpError
 from clusterddp.planning import local
 from clusterddp.planning.details import commands_started, files_written, rank0_variables
 from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
-from clusterddp.planning.job_values import changes_of, filled_in, spec_text, timeouts_of, with_absolute_paths
-from clusterddp.planning.memory import fit_memory
+from clusterddp.planning.job_values import (
+    changes_of,
+    filled_in,
+    fit_memory,
+    spec_text,
+    timeouts_of,
+    with_absolute_paths,
+)
 from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.notify import notify_notes, notify_of, notify_seal
 from clusterddp.planning.outputs import notes_on_outputs
 from clusterddp.planning.placement import Placed, Placement, Request, with_one_process_each
-from clusterddp.planning.prerequisites import check_secrets, secret_notes
+from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes
 from clusterddp.planning.program import Program, plan_program
 from clusterddp.planning.seal import hint, is_sealed, seal
 from clusterddp.planning.slurm import place as slurm_place
@@ -132,7 +138,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     """
     request = request.with_absolute_paths()
     job = with_absolute_paths(resolved.job, request.working_dir)
-    _refuse_unplannable(job, request)
+    refuse_unplannable(job, request)
     placed = _PLACE[job.launcher](job, request)
     program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
     run = request.run or choose_run_name(request.runs_dir)
@@ -289,14 +295,3 @@ def plan_on_hosts(plan: Plan) -> Plan:
     """Return the plan of a run over SSH with its paths on the hosts, to be shown to the user."""
     gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
     return dataclasses.replace(plan, gang=gang)
-
-
-def _refuse_unplannable(job: JobSpec, request: Request) -> None:
-    if job.sweep:
-        raise UsageError("a spec with a sweep is many runs; this command takes one", hint="~sweep drops the section")
-    if request.attached and job.launcher != "ssh":
-        raise UsageError(
-            f"--attach is for launcher ssh, and this spec has {job.launcher}",
-            hint="--follow stays with any run",
-        )
-    check_secrets(job.all_secrets, request.environ)

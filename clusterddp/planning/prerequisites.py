@@ -1,4 +1,4 @@
-"""Checks on this machine before a run is made: secrets, the trainer's packages, its data."""
+"""Checks on this machine before a run is made: the request, secrets, the trainer's packages, its data."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from clusterddp.facts.checks import Needs
 from clusterddp.facts.judge_torch import judge_torch
 from clusterddp.facts.torch import read_torch
 from clusterddp.planning.environment import is_secret
+from clusterddp.planning.placement import Request
 from clusterddp.planning.program import TRAINER
 from clusterddp.run.gang import Gang
 from clusterddp.spec.image_sets import is_there
@@ -21,9 +22,22 @@ from clusterddp.system.storage import find_mount
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.spec.model import JobSpec
 
 _HARMLESS = re.compile(r"|[\d.]+|true|false|yes|no|on|off|none|[~./].*", re.IGNORECASE)
 """Values that are no secrets under any name: switches, numbers (MAX_TOKENS: 512), paths (SSH_AUTH_SOCK: /run/...)."""
+
+
+def refuse_unplannable(job: JobSpec, request: Request) -> None:
+    """Raise a UsageError for a spec of many runs, an option of another launcher, or a secret that is not set."""
+    if job.sweep:
+        raise UsageError("a spec with a sweep is many runs; this command takes one", hint="~sweep drops the section")
+    if request.attached and job.launcher != "ssh":
+        raise UsageError(
+            f"--attach is for launcher ssh, and this spec has {job.launcher}",
+            hint="--follow stays with any run",
+        )
+    check_secrets(job.all_secrets, request.environ)
 
 
 def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:

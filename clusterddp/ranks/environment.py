@@ -26,7 +26,7 @@ LISTENER_FD = "CLUSTERDDP_LISTENER_FD"
 """The inherited descriptor on which rank 0 listens at the master port; removed before the user's program runs."""
 ALONE = "CLUSTERDDP_ALONE"
 """Set for a rank without a supervisor: it records its own end."""
-BESIDE = "CLUSTERDDP_EXEC_"
+EXEC_PREFIX = "CLUSTERDDP_EXEC_"
 """Begins the names under which a command beside a rank reads the variables that would make it a rank."""
 USERS = "env in the spec"
 """The origin of the user's own variables."""
@@ -126,12 +126,12 @@ def rank_variables(settings: RankSettings) -> dict[str, Variable]:
     }
 
 
-def environment_beside(environ: Mapping[str, str], place: Mapping[str, int], token: str) -> dict[str, str]:
+def exec_environment(environ: Mapping[str, str], place: Mapping[str, int], token: str) -> dict[str, str]:
     """Compute the environment of a command beside a rank from the rank's own and its place.
 
-    The variables by which a program takes itself for a rank get names that begin with `BESIDE`: the command joins no
-    rendezvous, writes no metrics of the run, and overwrites no error file or log of the rank. Those of other launchers
-    (SLURM_PROCID, PMI_RANK) are removed for the same reason. The cookie has the role `x2`.
+    The variables by which a program takes itself for a rank get names that begin with `EXEC_PREFIX`: the command joins
+    no rendezvous, writes no metrics of the run, and overwrites no error file or log of the rank. Those of other
+    launchers (SLURM_PROCID, PMI_RANK) are removed for the same reason. The cookie has the role `x2`.
     """
     renamed = {name: value for name, value in environ.items() if name in PLACE_VARIABLES | _OF_THE_RUN}
     renamed |= {name: str(value) for name, value in place.items()}
@@ -141,7 +141,7 @@ def environment_beside(environ: Mapping[str, str], place: Mapping[str, int], tok
         for name, value in environ.items()
         if name not in gone and not name.startswith(("TORCHELASTIC_", *_OF_LAUNCHERS))
     }
-    named = {f"{BESIDE}{name.removeprefix('CLUSTERDDP_')}": value for name, value in renamed.items()}
+    named = {f"{EXEC_PREFIX}{name.removeprefix('CLUSTERDDP_')}": value for name, value in renamed.items()}
     return kept | named | {COOKIE: cookie(token, f"x{place['NODE_RANK']}")}
 
 

@@ -1,7 +1,8 @@
 """Which files the snapshot of the code contains, a copy made at submit, which the run executes.
 
 In a git repository they are the tracked files, with uncommitted changes, and the untracked files that are not ignored;
-around a script outside git they are what lies beside and below the script.
+around a script outside git they are what lies beside and below the script. What git ignores and a program may need
+(data, checkpoints, compiled modules) is linked.
 """
 
 from __future__ import annotations
@@ -10,17 +11,21 @@ import contextlib
 import os
 import re
 import stat
+from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import STAGING_PREFIX, STORE_NAME
+from clusterddp.run.directory import STAGING_PREFIX, STORE_NAME, SWEEP_RECORD, RunDir
 from clusterddp.run.find import list_places
-from clusterddp.run.git import find_root, list_git_files
-from clusterddp.run.ignored import is_wanted, is_wanted_directory, list_linked
+from clusterddp.run.git import find_root, list_git_files, list_ignored
 from clusterddp.run.sent import find_sent
 
+_MAX_LINKS = 200
+_CACHES = ("__pycache__", "node_modules")
+_MARKS = ("pyvenv.cfg", "conda-meta", RunDir(Path()).record.name, SWEEP_RECORD)
+_COMPILED = (".pyc", ".pyo", ".egg-info")
 MAX_BYTES = 200 * 1000 * 1000
 MAX_SCRIPT_FILES = 2_000
 """The most files that the snapshot of a script outside git contains."""
@@ -81,7 +86,7 @@ def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) ->
         return None
     places = _places_of_runs(root, runs_dir.resolve())
     measured = _measure(root, [name for name in list_git_files(root, environ) if not _below(root / name, places)])
-    ignored, unlinked = list_linked(root, measured.sizes, places, environ)
+    ignored, unlinked = _list_linked(root, measured.sizes, places, environ)
     return _plan_files(root, measured, ignored=(*measured.repositories, *ignored), unlinked=unlinked)
 
 
@@ -96,10 +101,10 @@ def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
     for folder, folders, files in os.walk(root):
         walked += len(folders) + len(files)
         here = Path(folder)
-        kept = [name for name in folders if is_wanted_directory(here / name) and not _below(here / name, places)]
+        kept = [name for name in folders if _is_wanted_directory(here / name) and not _below(here / name, places)]
         folders[:] = [name for name in kept if not (here / name).is_symlink()]
         links = set(kept) - set(folders)
-        names |= {os.path.relpath(here / name, root) for name in (*files, *links) if is_wanted(name)}
+        names |= {os.path.relpath(here / name, root) for name in (*files, *links) if _is_wanted(name)}
         if walked > _MAX_WALKED:
             # The script may lie in a home directory, which must not be copied.
             return _only_beside(script, root, names)
@@ -226,3 +231,63 @@ def _megabytes(size: int) -> str:
 
 def _below(path: Path, folders: tuple[Path, ...]) -> bool:
     return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _is_wanted(name: str) -> bool:
+    """Return whether a file or directory with this name may belong to a program: it is not hidden and no cache."""
+    return not (name.startswith(".") or name in _CACHES or name.endswith(_COMPILED))
+
+
+def _is_wanted_directory(path: Path) -> bool:
+    """Return whether a directory may belong to a program: it has such a name, and is no virtual environment or run."""
+    return _is_wanted(path.name) and not any((path / mark).exists() for mark in _MARKS)
+
+
+def _list_linked(
+    root: Path, files: Collection[str], places: tuple[Path, ...], environ: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """List what git ignores: the names to link, and the directories of more single files than `_MAX_LINKS` allow.
+
+    `files`: those of the snapshot. `places`: of runs. A directory whose only tracked files are hidden (.gitkeep)
+    counts as ignored.
+    """
+    by_folder: dict[str, list[str]] = defaultdict(list)
+    for name in list_ignored(root, environ):
+        if _may_be_needed(root, name, places):
+            path = Path(name)
+            by_folder[str(path.parent)].append(str(path))
+    visible = {folder for name in files if not _is_hidden(name) for folder in _parents(name)}
+    names: list[str] = []
+    unlinked: list[str] = []
+    for folder, ignored in sorted(by_folder.items(), key=lambda item: (len(item[1]), item[0])):
+        whole = folder != "." and folder not in visible
+        chosen = [folder] if whole else ignored
+        if len(names) + len(chosen) <= _MAX_LINKS:
+            names += chosen
+        else:
+            unlinked.append(f"{folder}/ ({len(ignored):,} files)")
+    return _outermost(names), tuple(unlinked)
+
+
+def _may_be_needed(root: Path, name: str, places: tuple[Path, ...]) -> bool:
+    path = root / name
+    if any(path.is_relative_to(place) for place in places) or not all(map(_is_wanted, Path(name).parts)):
+        return False
+    return not name.endswith("/") or (_is_wanted_directory(path) and not list_places(path))
+
+
+def _is_hidden(name: str) -> bool:
+    return Path(name).name.startswith(".")
+
+
+def _parents(name: str) -> list[str]:
+    return [str(parent) for parent in Path(name).parents][:-1]
+
+
+def _outermost(names: list[str]) -> tuple[str, ...]:
+    """Leave out names below another one, which its link makes present."""
+    kept: list[str] = []
+    for name in sorted(names, key=lambda name: Path(name).parts):
+        if not (kept and Path(name).is_relative_to(kept[-1])):
+            kept.append(name)
+    return tuple(kept)

@@ -35,7 +35,7 @@ class Usage:
 
 
 def parse_age(text: str) -> float | None:
-    """Return the seconds of an age such as 12h, 30d or 4w; None: it is none."""
+    """Return the seconds of an age of an hour or more, such as 12h, 30d or 4w; None: it is none."""
     match = _AGE.fullmatch(text.strip())
     return float(int(match[1]) * UNIT_S[match[2]]) if match else None
 

@@ -19,7 +19,7 @@ from collections.abc import Mapping as Map
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.errors import Problem
+from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.problems import problem_at, spec_error
 from clusterddp.spec.textfile import decode, read_bytes
 from clusterddp.spec.tree import Mapping, Place, Scalar, describe, without
@@ -29,6 +29,8 @@ PROJECT_VARIABLE = "CLUSTERDDP_PROJECT"
 SITE_FILE = Path("/etc/clusterddp/site.yaml")
 SITE_VARIABLE = "CLUSTERDDP_SITE"
 RUNS_DIR = "runs_dir"
+RUNS_VARIABLE = "CLUSTERDDP_RUNS"
+_DEFAULT_RUNS = "runs"
 RUNS_DIR_DESCRIPTION = (
     "Directory of the runs, where --runs and CLUSTERDDP_RUNS name none: from this file, from / or from ~/; {user} is "
     "the name of the user. Commands take that of the working directory's project."
@@ -87,6 +89,19 @@ def read_shared_files(environ: Map[str, str], directory: Path, *, spec: Path | N
         site=_read(site, SITE_VARIABLE) if site else None,
         project=_read(project, PROJECT_VARIABLE) if project else None,
     )
+
+
+def default_runs_dir(environ: Map[str, str]) -> Path:
+    """Return where runs lie without --runs.
+
+    Raises: SpecError: the project file or the site file cannot be used.
+    """
+    if named := environ.get(RUNS_VARIABLE):
+        return Path(named)
+    try:
+        return read_shared_files(environ, Path.cwd()).runs_dir or Path(_DEFAULT_RUNS)
+    except SpecError as error:
+        raise SpecError(error.problems, "so the runs directory is not known: --runs DIR names it") from error
 
 
 def find_project_file(environ: Map[str, str], directory: Path, *, spec: Path | None = None) -> Path | None:

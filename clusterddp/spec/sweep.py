@@ -21,7 +21,7 @@ from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, r
 from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
 from clusterddp.spec.problems import in_order, problem_at, spec_error
 from clusterddp.spec.program_arguments import value_at
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show, without
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, brief, show, without
 from clusterddp.spec.yamlfile import parse_value
 
 MAX_VARIANTS = 10_000
@@ -276,7 +276,7 @@ def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ..
     A problem of all variants is the spec's own; a value that the message is about is in it already.
     """
     common = {
-        axis.key: _node_text(nodes[0])
+        axis.key: brief(nodes[0])
         for axis, nodes in zip(axes, zip(*chosen, strict=True), strict=True)
         if len(set(map(id, nodes))) == 1
     }
@@ -293,9 +293,3 @@ def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...], nodes: tuple[Node, .
 
 def _value_text(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _node_text(node: Node) -> str:
-    if isinstance(node, Scalar):
-        return node.text
-    return "[...]" if isinstance(node, ListNode) else "{...}"

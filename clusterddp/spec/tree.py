@@ -103,6 +103,13 @@ def to_data(node: Node) -> Any:
     return None if node.null else node
 
 
+def brief(node: Node) -> str:
+    """Write a value for a list of values: the text of a scalar, of others their kind."""
+    if isinstance(node, Scalar):
+        return node.text
+    return "[...]" if isinstance(node, ListNode) else "{...}"
+
+
 def show(text: str, limit: int | None = MAX_SHOWN) -> str:
     """Quote text for a message: shortened, with control characters escaped."""
     if limit is not None and len(text) > limit:

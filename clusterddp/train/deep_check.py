@@ -42,7 +42,7 @@ from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.compute_slots import agree_on_compute_slot
-from clusterddp.train.device import RankVariables
+from clusterddp.train.device import RankVariables, synchronize
 from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
@@ -223,7 +223,7 @@ def hang(group: Group, probe: Probe) -> None:
     probe("hang", lambda: Hang(waits=not group.is_first))
     if not group.is_first:
         dist.all_reduce(torch.ones(1 << 20, device=group.device))
-        _synchronize(group.device)
+        synchronize(group.device)
     while True:
         time.sleep(60)
 
@@ -246,14 +246,14 @@ def _spec(assignment: Assignment, group: Group) -> TrainSpec:
 def _take_steps(state: TrainState, setting: Setting, at_least: int) -> tuple[float, int]:
     """Train an epoch, or what is left of one, until `at_least` steps are done; return seconds and steps."""
     first = state.step
-    _synchronize(setting.group.device)
+    synchronize(setting.group.device)
     began = time.perf_counter()
     while state.step < first + at_least:
         if state.step_in_epoch == setting.schedule.steps_per_epoch:
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
         train_epoch(state, setting, lambda: None)
     setting.stop.settle()
-    _synchronize(setting.group.device)
+    synchronize(setting.group.device)
     return time.perf_counter() - began, state.step - first
 
 
@@ -280,17 +280,11 @@ def _copy_gb_per_s(one: int, two: int) -> float:
 
 def _time(action: Callable[[], object], *devices: torch.device) -> float:
     """Return the seconds from when `devices` are idle until they have done `action`."""
-    _synchronize(*devices)
+    synchronize(*devices)
     began = time.perf_counter()
     action()
-    _synchronize(*devices)
+    synchronize(*devices)
     return time.perf_counter() - began
-
-
-def _synchronize(*devices: torch.device) -> None:
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
 
 
 def _since(began: float) -> float:

@@ -86,6 +86,13 @@ def cpu_bf16_units() -> tuple[bool, bool]:
     return has_avx512_bf16, has_amx
 
 
+def synchronize(*devices: torch.device) -> None:
+    """Wait until the GPUs among the devices have done their work."""
+    for device in devices:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+
 def _no_gpu(variables: RankVariables) -> ClusterddpError:
     """Explain why torch finds no GPU on a host that should have some."""
     wants, build = f"rank {variables.rank} is to compute on a GPU, and", f"torch {torch.__version__}"

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
-from clusterddp.train.device import cpu_bf16_units
+from clusterddp.train.device import cpu_bf16_units, synchronize
 from clusterddp.train.group import Group, min_over_ranks
 from clusterddp.train.models import build_model
 from clusterddp.train.models.resnet import has_large_stem
@@ -129,8 +129,7 @@ def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: Tra
         with torch.no_grad():
             for name, buffer in model.named_buffers():
                 buffer.copy_(buffers[name])
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - began
 
 

@@ -23,6 +23,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from clusterddp.train.device import synchronize
+
 _MEASURE_S = 0.3
 _MIN_BYTES, _MAX_BYTES = 1 << 20, 1 << 26
 _TRANSFER_S = 0.25
@@ -93,8 +95,7 @@ def _time_product(device: torch.device) -> float:
     while len(times) < 2 * _ROUNDS or time.perf_counter() - began < _MEASURE_S:
         before = time.perf_counter()
         torch.mm(left, right)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         times.append(time.perf_counter() - before)
     return 1000 * statistics.median(times[_ROUNDS:])
 
@@ -103,8 +104,7 @@ def _time_reduction(num_bytes: int, device: torch.device) -> float:
     numbers = torch.ones(num_bytes // 4, device=device)
     before = time.perf_counter()
     dist.all_reduce(numbers)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    synchronize(device)
     return time.perf_counter() - before
 
 

@@ -25,7 +25,7 @@ from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.compute_slots import agree_on_compute_slot, keep_freed_memory, return_freed_memory
-from clusterddp.train.device import RankVariables
+from clusterddp.train.device import RankVariables, synchronize
 from clusterddp.train.group import join_group, leave_group
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import train
@@ -117,8 +117,7 @@ class StartUp:
     def after_step(self, reporter: Reporter, device: torch.device) -> None:
         """Report the end of the first step, which on a GPU is later than its launch."""
         if self.seconds is None:
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
+            synchronize(device)
             self.mark("first_step")
             self.seconds = self._until
             reporter.first_step(self.seconds, self._phases)

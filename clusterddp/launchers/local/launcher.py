@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.beside import Beside, run_here
+from clusterddp.launchers.exec_command import ExecCommand, exec_here
 from clusterddp.launchers.local.leases import lease_gpus
 from clusterddp.planning.command_lines import launcher_command
 from clusterddp.planning.environment import process_environment
@@ -108,11 +108,11 @@ class LocalLauncher:
         """Ask by a file, for which the head lists the attempt's directory twice a second."""
         return request_stacks(attempt)
 
-    def run_beside(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    def exec_command(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
     ) -> int:
         """Run it on this machine."""
-        return run_here(run, attempt, beside, environ)
+        return exec_here(run, attempt, command, environ)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill a run whose supervisors hang or are stopped; False when it has no process.

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
-from clusterddp.launchers.beside import Beside
-from clusterddp.launchers.slurm.beside import run_in_job
+from clusterddp.launchers.exec_command import ExecCommand
+from clusterddp.launchers.slurm.exec_step import exec_in_job
 from clusterddp.launchers.slurm.jobs import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
 from clusterddp.launchers.slurm.state import read_job_state
 from clusterddp.planning.environment import python_path, travelling_variables
@@ -127,11 +127,11 @@ class SlurmLauncher:
         """Ask by a file, for which the head lists the attempt's directory twice a second."""
         return request_stacks(attempt)
 
-    def run_beside(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    def exec_command(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
     ) -> int:
-        """Run it in a step of the run's job; see `run_in_job`."""
-        return run_in_job(run, record, attempt, beside, environ)
+        """Run it in a step of the run's job; see `exec_in_job`."""
+        return exec_in_job(run, record, attempt, command, environ)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.

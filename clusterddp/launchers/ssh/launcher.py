@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.launchers.beside import Beside
-from clusterddp.launchers.ssh.beside import run_on_host
+from clusterddp.launchers.exec_command import ExecCommand
+from clusterddp.launchers.ssh.exec_on_host import exec_on_host
 from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
 from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
@@ -118,11 +118,11 @@ class SshLauncher:
         _ask(run, "stacks", environ, sync, reason=wanted)
         return wanted
 
-    def run_beside(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]
+    def exec_command(
+        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
     ) -> int:
-        """Run it on the host of the ranks; see `run_on_host`."""
-        return run_on_host(read_plan(run), attempt, beside, environ)
+        """Run it on the host of the ranks; see `exec_on_host`."""
+        return exec_on_host(read_plan(run), attempt, command, environ)
 
     def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
         """Kill the run's processes on the hosts that answer; False when there are none.

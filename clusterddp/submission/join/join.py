@@ -1,7 +1,8 @@
 """Join a run: `clusterddp join` runs on each machine, without SSH, a scheduler or shared storage.
 
 Each machine finds itself among the hosts of the spec and starts the supervisor of its own node; node 0's is the head,
-as in any run. The supervisor ends with this process.
+as in any run. The supervisor ends with this process. With `--resume` every machine starts the next attempt in its own
+directory of the run.
 """
 
 from __future__ import annotations
@@ -18,23 +19,25 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.join import JoinLauncher
+from clusterddp.launchers.state import read_state
 from clusterddp.network.own_host import find_own_index, look_up, read_own_host
 from clusterddp.planning.environment import process_environment
+from clusterddp.planning.plan import Plan, move_plan
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.rendezvous.connection import refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.run.attempts import Report, no_report
+from clusterddp.run.attempts import Report, adopt, make_next_attempt, no_report, refuse_resume
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import ProcessIdentity, read_run, write_run
+from clusterddp.run.find import find_run
+from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
 from clusterddp.submission.join.client import JoinClient
 from clusterddp.submission.join.messages import read_facts
-from clusterddp.submission.join.plan import hosts_of, join_port, lease_own_gpus, plan_join, settle
-from clusterddp.submission.join.resuming import find_earlier, next_attempt, open_again, under_its_name
+from clusterddp.submission.join.plan import LAUNCHER, hosts_of, join_port, lease_own_gpus, plan_join, settle
 from clusterddp.submission.join.server import JoinServer
 from clusterddp.submission.join.updates import Joined
 from clusterddp.submission.staging import make_run
-from clusterddp.system.files import read_tail
+from clusterddp.system.files import read_tail, write_json, write_text
 from clusterddp.system.gpu_lease import Lease
 
 if TYPE_CHECKING:
@@ -85,10 +88,10 @@ def join(
 
     plan = plan_join(resolved, runs_dir=runs_dir, working_dir=working_dir, environ=environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    earlier = find_earlier(runs_dir, resume) if resume else None
+    earlier = _find_earlier(runs_dir, resume) if resume else None
     if earlier:  # its leftover processes may hold the GPUs
         JoinLauncher().clear_away(earlier, read_run(earlier), environ)
-        plan = under_its_name(plan, earlier)
+        plan = _under_its_name(plan, earlier)
     rank = _own_rank(hosts_of(plan), node_rank)
     plan, lease = lease_own_gpus(plan, resolved, rank, environ)
     with contextlib.closing(lease):
@@ -148,9 +151,9 @@ def _lead(part: Part, rendezvous: _Rendezvous) -> Joined:
         if len(hosts) > 1:
             server.gather(rendezvous.timeout_s)
         plan = part.settled(run=part.plan.run, token=part.plan.token, master_addr=server.master_addr())
-        attempt = next_attempt(part.earlier) if part.earlier else 0
+        attempt = _next_attempt(part.earlier) if part.earlier else 0
         if part.earlier:
-            open_again(part.earlier, plan, attempt)
+            _open_again(part.earlier, plan, attempt)
         else:
             plan = make_run(plan, part.environ)
         run = _own(plan)
@@ -179,7 +182,7 @@ def _follow(part: Part, rendezvous: _Rendezvous) -> Joined:
         run, attempt = RunDir(plan.run_dir), begin.attempt
         shared = run.attempt(attempt).path.exists() and read_run(run).token == begin.token
         if part.earlier and not shared:
-            open_again(run, plan, attempt)
+            _open_again(run, plan, attempt)
         elif not shared:
             plan = make_run(plan, part.environ)
         run = run if shared else _own(plan)
@@ -215,3 +218,39 @@ def _start(part: Part, plan: Plan, run: RunDir, attempt: int, link: Link | None)
 
 def _last_line(run: RunDir) -> str:
     return read_tail(supervisor_log(run, 0)).rpartition("\n")[2].strip() or "its log is empty"
+
+
+def _find_earlier(runs_dir: Path, name: str) -> RunDir:
+    """Find the run to resume in this machine's runs directory.
+
+    Raises: RunNotFoundError: it has no such run. UsageError: the run was not joined, still runs, or has completed.
+    """
+    run = RunDir(find_run(runs_dir, name).path.absolute())
+    if read_run(run).launcher != LAUNCHER:
+        raise UsageError(f"{run.name}: was not started by clusterddp join", hint=f"clusterddp resume {run.name}")
+    refuse_resume(run, read_state(run), instead="clusterddp join without --resume starts a new run")
+    return run
+
+
+def _under_its_name(plan: Plan, run: RunDir) -> Plan:
+    """Return the plan with the name, the directory and the token of an earlier run."""
+    token = read_run(run).token
+    return move_plan(dataclasses.replace(plan, token=token, gang=dataclasses.replace(plan.gang, token=token)), run.path)
+
+
+def _next_attempt(run: RunDir) -> int:
+    """Return the number of the next attempt."""
+    attempts = run.attempts()
+    return attempts[-1].number + 1 if attempts else 0
+
+
+def _open_again(run: RunDir, plan: Plan, attempt: int) -> None:
+    """Make the directory of the next attempt, and write its plan.
+
+    Raises: UsageError: another process has made it. ClusterddpError: the file system refuses.
+    """
+    make_next_attempt(run, attempt)
+    write_json(run.plan, plan.to_json())
+    write_text(run.spec, plan.spec_text)
+    adopt(run, attempt)
+    log_event(run, "resumed", attempt=attempt)

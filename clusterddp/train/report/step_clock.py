@@ -10,6 +10,8 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from clusterddp.train.device import synchronize
+
 StepEvent = Literal["step", "load_begin", "load_end", "wait_begin", "wait_end", "step_end"]
 """`step`: a step begins. `load_*`: around taking and augmenting a micro-batch. `wait_*`: around waiting for the other
 ranks with nothing else to do. `step_end`: the step is done."""
@@ -63,8 +65,7 @@ class StepClock:
     def read(self) -> StepTimes:
         """Return the times of all steps since the last reading; on a GPU this waits until they are done."""
         self.record("step")  # the end of the last one
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        synchronize(self._device)
         events, self._events = self._events, []
         times = times_of([(event, self._ms(events[0][1], at)) for event, at in events])
         if self._device.type == "cuda":

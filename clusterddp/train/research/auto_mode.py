@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
+from clusterddp.train.device import synchronize
 from clusterddp.train.exchange import gradients_of
 from clusterddp.train.forward import trial_pass
 from clusterddp.train.group import Group, max_over_ranks, mean_over_ranks
@@ -148,6 +149,5 @@ def _together_s(action: Callable[[], None], group: Group) -> tuple[float, float]
     max_over_ranks(0.0, group)
     began, busy_before = time.perf_counter(), time.process_time()
     action()
-    if group.device.type == "cuda":
-        torch.cuda.synchronize(group.device)
+    synchronize(group.device)
     return time.perf_counter() - began, time.process_time() - busy_before

@@ -35,7 +35,7 @@ class Place(Person):
         wait_until(lambda: all(log.exists() and log.read_text() == "up\n" for log in logs))
         return run
 
-    def beside(self, run: RunDir) -> list[int]:
+    def commands(self, run: RunDir) -> list[int]:
         """List the processes of commands beside the ranks."""
         family = find_processes(f"{read_run(run).token}.")
         return [each.pid for each in family if read_cookie(each).rpartition(".")[2].startswith("x")]
@@ -78,16 +78,16 @@ def test_a_command_is_beside_its_rank_and_is_none(place: Place, run: RunDir) -> 
     assert sorted(line.split()[0] + line.split()[2] for line in lines) == [f"[r{rank}here" for rank in range(4)]
 
     left = place.clusterddp("exec", run.name, "--", "sh", "-c", "nohup sleep 600 >/dev/null 2>&1 & echo started")
-    assert (left.stdout, place.beside(run), place.status(run)["state"]) == ("started\n", [], "RUNNING")
+    assert (left.stdout, place.commands(run), place.status(run)["state"]) == ("started\n", [], "RUNNING")
 
 
 def test_a_command_ends_with_the_run_and_hinders_no_end_of_it(place: Place, run: RunDir) -> None:
     stubborn = place.start("exec", run.name, "--rank", "2", "--", "sh", "-c", "trap '' TERM HUP; sleep 600; sleep 600")
-    wait_until(lambda: len(place.beside(run)) == 2)
+    wait_until(lambda: len(place.commands(run)) == 2)
     assert place.clusterddp("gc", run.name, "-n").stderr == "no orphaned processes\n"
     place.clusterddp("cancel", run.name)
     assert stubborn.wait(60) == 129
-    assert place.beside(run) == []
+    assert place.commands(run) == []
     assert place.status(run)["state"] == "CANCELLED"
     refused = place.clusterddp("exec", run.name, "--", "true")
     assert refused.returncode == 2
@@ -98,9 +98,9 @@ def test_a_command_ends_with_the_run_and_hinders_no_end_of_it(place: Place, run:
 def test_a_command_ends_with_the_one_that_started_it(place: Place, run: RunDir) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         left = place.start("exec", run.name, "--", "sleep", "600")
-        wait_until(lambda: place.beside(run))
+        wait_until(lambda: place.commands(run))
         os.kill(left.pid, number)
-        wait_until(lambda: not place.beside(run))
+        wait_until(lambda: not place.commands(run))
     assert place.status(run)["state"] == "RUNNING"
 
 
@@ -109,7 +109,7 @@ def test_ctrl_c_goes_to_the_program_in_a_shell_and_the_terminal_is_restored(plac
         modes = person.modes()
         person.type("echo rank $CLUSTERDDP_EXEC_RANK; sleep 600\n")
         person.await_text("rank 2")
-        wait_until(lambda: len(place.beside(run)) == 2)
+        wait_until(lambda: len(place.commands(run)) == 2)
         person.type("\x03")
         person.type("stty raw -echo; exit 5\n")
         assert person.await_exit() == 5

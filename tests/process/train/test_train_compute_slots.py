@@ -17,7 +17,7 @@ import torch
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.facts.memory import free_bytes
 from clusterddp.facts.training_memory import TrainingMemory, plan_turns, split_batch, training_memory
-from clusterddp.planning.memory import fit_memory
+from clusterddp.planning.job_values import fit_memory
 from clusterddp.planning.placement import Placement
 from clusterddp.run.gang import Node
 from clusterddp.train.compute_slots import ComputeSlot, agree_on_compute_slot

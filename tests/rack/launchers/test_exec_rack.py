@@ -110,24 +110,24 @@ def test_over_ssh_a_command_runs_on_the_ranks_host_and_ends_with_the_connection(
     check_ctrl_c(ssh_place, run)
     check_shell(ssh_place, run)
 
-    def beside() -> list[str]:
+    def commands() -> list[str]:
         return [each.command for each in ssh_place.all_processes() if each.role.startswith("x")]
 
     left = ssh_place.start("exec", run.name, "--rank", "2", "--", "sleep", "600")
-    wait_until(beside)
+    wait_until(commands)
     os.killpg(left.pid, signal.SIGKILL)
-    wait_until(lambda: not beside())
+    wait_until(lambda: not commands())
     with typing_into(shell_of(ssh_place, run)) as person:
         modes = person.modes()
-        wait_until(beside)
+        wait_until(commands)
         cut_connections(ssh_place, "node1")
         assert person.await_exit() == 3
         assert "node1: ask: the connection broke, which ends the command; the run goes on" in person.look()
         assert person.modes() == modes
-    wait_until(lambda: not beside())
+    wait_until(lambda: not commands())
     with typing_into(shell_of(ssh_place, run)) as person:
         modes = person.modes()
-        wait_until(beside)
+        wait_until(commands)
         ssh_place.clusterddp("cancel", run.name)
         assert person.await_exit() == 129
         assert person.modes() == modes

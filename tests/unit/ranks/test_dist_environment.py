@@ -7,7 +7,7 @@ from clusterddp.ranks.environment import (
     RankSettings,
     Variable,
     cookie,
-    environment_beside,
+    exec_environment,
     inherited_environment,
     rank_variables,
 )
@@ -119,7 +119,7 @@ def test_a_command_beside_a_rank_reads_its_variables_by_other_names() -> None:
         "CUDA_VISIBLE_DEVICES": "0,1",
         "MY_OWN": "value",
     }
-    assert environment_beside(rank, {"RANK": 5, "NODE_RANK": 1}, "t") == {
+    assert exec_environment(rank, {"RANK": 5, "NODE_RANK": 1}, "t") == {
         "CLUSTERDDP_EXEC_RANK": "5",
         "CLUSTERDDP_EXEC_NODE_RANK": "1",
         "CLUSTERDDP_EXEC_MASTER_PORT": "29500",
@@ -129,4 +129,4 @@ def test_a_command_beside_a_rank_reads_its_variables_by_other_names() -> None:
         "MY_OWN": "value",
     }
     users = {"CLUSTERDDP_RUN_DIR": "/run", "NCCL_DEBUG": "WARN", "NCCL_DEBUG_FILE": "/home/ana/nccl.log"}
-    assert environment_beside(users, {"NODE_RANK": 0}, "t").items() >= {("NCCL_DEBUG", "WARN")}
+    assert exec_environment(users, {"NODE_RANK": 0}, "t").items() >= {("NCCL_DEBUG", "WARN")}

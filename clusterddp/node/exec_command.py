@@ -1,7 +1,9 @@
-"""`python -m clusterddp.node.beside RUN_DIR ATTEMPT RANKS COMMAND...`: runs a command beside ranks of this machine.
+"""`python -m clusterddp.node.exec_command RUN_DIR ATTEMPT RANKS COMMAND...`: the command of `exec` and `shell`.
+
+It runs COMMAND beside ranks of this machine.
 
 RANKS is `5`, or `0,1,2`. The command starts in the working directory of its rank, with the rank's environment as
-`environment_beside` changes it. With one rank it has the streams and the terminal of this process; with several, one
+`exec_environment` changes it. With one rank it has the streams and the terminal of this process; with several, one
 command for each rank has no input, and each line of its output begins with the rank.
 
 The command ends with its rank, with the process that started this one, and by SIGTERM or SIGHUP to this process; what
@@ -28,7 +30,7 @@ from typing import IO
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import Signals, become_subreaper, die_with_parent, reap
-from clusterddp.ranks.environment import COOKIE, cookie, environment_beside
+from clusterddp.ranks.environment import COOKIE, cookie, exec_environment
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import RankRecord, read_gang, read_rank, read_run
@@ -118,7 +120,7 @@ def _environment(
     own = {name: value for name, value in os.environ.items() if name.startswith(_OF_THE_STEP) or name == "TERM"}
     with contextlib.suppress(OSError):
         own["PWD"] = str(Path(f"/proc/{record.pid}/cwd").readlink())
-    return environment_beside(environ, place, read_run(run).token) | own
+    return exec_environment(environ, place, read_run(run).token) | own
 
 
 class _Commands:

@@ -1,4 +1,4 @@
-"""Run a command beside running ranks: the records of the run have their machines, the launcher reaches them."""
+"""Run the command of `exec` or `shell` beside running ranks: records have their machines, the launcher reaches them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import IO
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.launchers.beside import Beside, Write
+from clusterddp.launchers.exec_command import ExecCommand, Write
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
 from clusterddp.ranks.spelling import spell_ranks
@@ -35,13 +35,13 @@ class RunningRanks:
     nodes: tuple[tuple[RankRecord, ...], ...]
     """At least one, each with at least one rank."""
 
-    def run_beside(self, argv: Sequence[str], environ: Mapping[str, str], keyboard: Keyboard | None) -> int:
+    def exec_command(self, argv: Sequence[str], environ: Mapping[str, str], keyboard: Keyboard | None) -> int:
         """Run a command beside each of them; return the highest exit code. `keyboard`: the input, beside one rank only.
 
         Raises: ClusterddpError: a node cannot be reached; the commands on the others have ended by then.
         """
         commands = [
-            Beside(
+            ExecCommand(
                 host=ranks[0].host,
                 node_rank=ranks[0].node_rank,
                 ranks=tuple(each.rank for each in ranks),
@@ -52,11 +52,11 @@ class RunningRanks:
         ]
         if len(commands) > 1:
             return _OnNodes(self, environ).run(commands)
-        return self.run_on_node(commands[0], environ)
+        return self.exec_on_node(commands[0], environ)
 
-    def run_on_node(self, beside: Beside, environ: Mapping[str, str]) -> int:
+    def exec_on_node(self, command: ExecCommand, environ: Mapping[str, str]) -> int:
         launcher = launcher_named(self.record.launcher)
-        return launcher.run_beside(self.run, self.record, self.attempt, beside, environ)
+        return launcher.exec_command(self.run, self.record, self.attempt, command, environ)
 
 
 def find_running(
@@ -111,7 +111,7 @@ class _OnNodes:
     interrupted: threading.Event = field(default_factory=threading.Event)
     writing: threading.Lock = field(default_factory=threading.Lock)
 
-    def run(self, commands: Sequence[Beside]) -> int:
+    def run(self, commands: Sequence[ExecCommand]) -> int:
         ends = [_Ended() for _ in commands]
         threads = [
             threading.Thread(target=self._run_one, args=pair, daemon=True) for pair in zip(commands, ends, strict=True)
@@ -131,11 +131,11 @@ class _OnNodes:
                 raise end.error
         return max(end.code for end in ends)
 
-    def _run_one(self, command: Beside, end: _Ended) -> None:
+    def _run_one(self, command: ExecCommand, end: _Ended) -> None:
         lines = (self._writer(sys.stdout.buffer), self._writer(sys.stderr.buffer))
         own = dataclasses.replace(command, lines=lines, interrupted=self.interrupted)
         try:
-            end.code = self.ranks.run_on_node(own, self.environ)
+            end.code = self.ranks.exec_on_node(own, self.environ)
         except (ClusterddpError, OSError) as error:
             end.error = error
 

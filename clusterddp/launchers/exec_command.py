@@ -1,4 +1,4 @@
-"""A command beside ranks of one node, as a launcher gets it, and its start as a child of this process."""
+"""The command of `exec` and `shell` beside ranks of one node: what a launcher gets, and its start as a child."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.keyboard import Keyboard, catching_signals, kept_terminal
 
-MODULE = "clusterddp.node.beside"
+MODULE = "clusterddp.node.exec_command"
 """Runs the command on the machine of the ranks."""
 _END_S = 5.0
 """How long a command may take to end after SIGTERM: the wrapper's grace is 2 s."""
@@ -25,7 +25,7 @@ Write = Callable[[bytes], object]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Beside:
+class ExecCommand:
     """A command beside ranks of one node."""
 
     host: str
@@ -44,31 +44,31 @@ class Beside:
         return [run_dir, str(attempt.number), ",".join(map(str, self.ranks)), *self.argv]
 
 
-def run_here(run: RunDir, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]) -> int:
+def exec_here(run: RunDir, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]) -> int:
     """Run a command beside ranks of this machine; return its exit code."""
     environment = process_environment("", environ)
     environment.pop(COOKIE)
-    argv = [sys.executable, "-m", MODULE, *beside.arguments(str(run.path), attempt)]
-    return run_child(argv, environment, beside, cwd=run.launcher_dir)
+    argv = [sys.executable, "-m", MODULE, *command.arguments(str(run.path), attempt)]
+    return run_child(argv, environment, command, cwd=run.launcher_dir)
 
 
-def run_child(argv: Sequence[str], environ: Mapping[str, str], beside: Beside, *, cwd: Path) -> int:
+def run_child(argv: Sequence[str], environ: Mapping[str, str], command: ExecCommand, *, cwd: Path) -> int:
     """Run a program that has this process's terminal and gets its signals; return the exit code, as a shell has it.
 
     `cwd` has no file that hides a module of Python's.
     """
-    pipe = None if beside.lines is None else subprocess.PIPE
-    with _in_charge(beside):
+    pipe = None if command.lines is None else subprocess.PIPE
+    with _in_charge(command):
         process = subprocess.Popen(
             list(argv),
             env=dict(environ),
             cwd=cwd,
-            stdin=None if beside.keyboard else subprocess.DEVNULL,
+            stdin=None if command.keyboard else subprocess.DEVNULL,
             stdout=pipe,
             stderr=pipe,
         )
         try:
-            _pass_on(process, beside)
+            _pass_on(process, command)
             code = process.wait()
         finally:
             _end(process)
@@ -76,21 +76,21 @@ def run_child(argv: Sequence[str], environ: Mapping[str, str], beside: Beside, *
 
 
 @contextlib.contextmanager
-def _in_charge(beside: Beside) -> Iterator[None]:
+def _in_charge(command: ExecCommand) -> Iterator[None]:
     """Leave Ctrl-C to the program, which the terminal signals, too; end by SIGTERM, and restore the terminal."""
-    if beside.interrupted is not None:  # the main thread does it
+    if command.interrupted is not None:  # the main thread does it
         yield
         return
     with kept_terminal(), catching_signals():
         yield
 
 
-def _pass_on(process: subprocess.Popen[bytes], beside: Beside) -> None:
-    if beside.lines is None:
+def _pass_on(process: subprocess.Popen[bytes], command: ExecCommand) -> None:
+    if command.lines is None:
         return
     pumps = [
         threading.Thread(target=_pump, args=(source, write), daemon=True)
-        for source, write in zip((process.stdout, process.stderr), beside.lines, strict=True)
+        for source, write in zip((process.stdout, process.stderr), command.lines, strict=True)
     ]
     for pump in pumps:
         pump.start()

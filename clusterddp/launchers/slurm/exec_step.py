@@ -1,4 +1,4 @@
-"""A command beside a rank on Slurm: a step of the run's job on the rank's node, which shares all that the job has."""
+"""`exec` and `shell` on Slurm: a step of the run's job on the rank's node, which shares all that the job has."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launchers.beside import MODULE, Beside, run_child
+from clusterddp.launchers.exec_command import MODULE, ExecCommand, run_child
 from clusterddp.launchers.slurm.jobs import find_job
 from clusterddp.planning.environment import python_path
 from clusterddp.planning.plan import read_plan
@@ -24,7 +24,9 @@ _OVERLAPS_SINCE = (20, 11)
 """The release from which on steps share nothing by default, and take `--overlap`."""
 
 
-def run_in_job(run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]) -> int:
+def exec_in_job(
+    run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
+) -> int:
     """Run a command in a step of the run's job; return its exit code.
 
     Raises: SlurmError: Slurm could not be asked. UsageError: the ranks are in a container. ClusterddpError: the job
@@ -37,29 +39,29 @@ def run_in_job(run: RunDir, record: RunRecord, attempt: AttemptDir, beside: Besi
     assert plan.slurm is not None
     step = step_argv(
         _plain_id(job.job_id, environ),
-        beside,
+        command,
         cpus_per_task=str(plan.slurm.sbatch_options["cpus_per_task"]),
         version=_read_version(environ),
     )
-    refuse_container(run.name, plan.slurm.container, beside, step)
+    refuse_container(run.name, plan.slurm.container, command, step)
     argv = [*step, f"--chdir={run.launcher_dir}", sys.executable, "-m", MODULE]
     environment = slurm_environment(environ) | python_path(environ)
-    return run_child([*argv, *beside.arguments(str(run.path), attempt)], environment, beside, cwd=run.launcher_dir)
+    return run_child([*argv, *command.arguments(str(run.path), attempt)], environment, command, cwd=run.launcher_dir)
 
 
-def step_argv(job_id: str, beside: Beside, *, cpus_per_task: str, version: tuple[int, int]) -> list[str]:
+def step_argv(job_id: str, command: ExecCommand, *, cpus_per_task: str, version: tuple[int, int]) -> list[str]:
     """Return the argv of srun up to the command.
 
     The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none.
     """
-    has_terminal = beside.keyboard is not None and beside.keyboard.terminal
+    has_terminal = command.keyboard is not None and command.keyboard.terminal
     return [
         "srun",
         f"--jobid={job_id}",
         *(["--overlap"] if version >= _OVERLAPS_SINCE else []),
         "--nodes=1",
         "--ntasks=1",
-        f"--nodelist={beside.host}",
+        f"--nodelist={command.host}",
         f"--cpus-per-task={cpus_per_task}",
         "--mem=0",
         "--mpi=none",
@@ -70,7 +72,7 @@ def step_argv(job_id: str, beside: Beside, *, cpus_per_task: str, version: tuple
     ]
 
 
-def refuse_container(name: str, container: Mapping[str, Any] | None, beside: Beside, step: Sequence[str]) -> None:
+def refuse_container(name: str, container: Mapping[str, Any] | None, command: ExecCommand, step: Sequence[str]) -> None:
     """Refuse to run beside ranks in a container, whose files and processes the command would not see.
 
     Raises: UsageError: they are in one; the hint has the command that starts another container of its image.
@@ -82,7 +84,7 @@ def refuse_container(name: str, container: Mapping[str, Any] | None, beside: Bes
     enter = [f"--container-image={image}"] if container["runtime"] == "pyxis" else ["apptainer", "exec", image]
     raise UsageError(
         f"{name}: its ranks are in a container, in which clusterddp starts no command",
-        hint=f"another container of its image on {beside.host}: {shlex.join([*words, '--pty', *enter, '/bin/sh'])}",
+        hint=f"another container of its image on {command.host}: {shlex.join([*words, '--pty', *enter, '/bin/sh'])}",
     )
 
 

@@ -1,4 +1,4 @@
-"""A command beside a rank over SSH: the agent on the rank's host runs it, over a connection of its own."""
+"""`exec` and `shell` over SSH: the agent on the rank's host runs the command, over a connection of its own."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clusterddp.errors import SshError
-from clusterddp.launchers.beside import MODULE, Beside, Write
+from clusterddp.launchers.exec_command import MODULE, ExecCommand, Write
 from clusterddp.planning.plan import Plan
 from clusterddp.planning.ssh.plan import directory_name
 from clusterddp.remote.package import package
@@ -17,30 +17,30 @@ from clusterddp.ssh.command import Command, open_command
 from clusterddp.ssh.sessions import open_sessions
 
 
-def run_on_host(plan: Plan, attempt: AttemptDir, beside: Beside, environ: Mapping[str, str]) -> int:
+def exec_on_host(plan: Plan, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]) -> int:
     """Run a command on a host of the run; return its exit code.
 
     Raises: SshError: the host cannot be reached, or the connection broke, which has ended the command.
     """
     assert plan.ssh is not None
-    access = plan.ssh.accesses()[beside.node_rank]
+    access = plan.ssh.accesses()[command.node_rank]
     agent = open_sessions([access], environ=environ, package=package())[access.host]
     if isinstance(agent, SshError):
         raise agent
-    with agent, open_command(agent, access, package()) as command:
+    with agent, open_command(agent, access, package()) as remote:
         runs_dir = f"{agent.hello['root']}/runs"
         run_dir = f"{runs_dir}/{directory_name(plan.run, plan.token)}"
-        command.start(_order(beside, beside.arguments(run_dir, attempt), runs_dir, environ))
-        if beside.interrupted is not None:
-            threading.Thread(target=_interrupt, args=(command, beside.interrupted), daemon=True).start()
-        code = command.wait(agent, *_writers(beside), beside.keyboard)
+        remote.start(_order(command, command.arguments(run_dir, attempt), runs_dir, environ))
+        if command.interrupted is not None:
+            threading.Thread(target=_interrupt, args=(remote, command.interrupted), daemon=True).start()
+        code = remote.wait(agent, *_writers(command), command.keyboard)
     if code is None:
         found = "the connection broke, which ends the command; the run goes on"
-        raise SshError(beside.host, "ask", found, dropped=True)
+        raise SshError(command.host, "ask", found, dropped=True)
     return code
 
 
-def _order(beside: Beside, arguments: list[str], runs_dir: str, environ: Mapping[str, str]) -> dict[str, Any]:
+def _order(command: ExecCommand, arguments: list[str], runs_dir: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Write the order for the agent (agent/command.py)."""
     return {
         "module": MODULE,
@@ -50,19 +50,19 @@ def _order(beside: Beside, arguments: list[str], runs_dir: str, environ: Mapping
         "directory": None,
         "runs_dir": runs_dir,
         "discard": None,
-        "input": beside.keyboard.facts() if beside.keyboard else None,
+        "input": command.keyboard.facts() if command.keyboard else None,
     }
 
 
-def _interrupt(command: Command, interrupted: threading.Event) -> None:
+def _interrupt(remote: Command, interrupted: threading.Event) -> None:
     interrupted.wait()
-    command.interrupt()
+    remote.interrupt()
 
 
-def _writers(beside: Beside) -> tuple[Write, Write]:
-    if beside.lines is None:
+def _writers(command: ExecCommand) -> tuple[Write, Write]:
+    if command.lines is None:
         return _write_out, _write_err
-    out, err = beside.lines
+    out, err = command.lines
     return _Lines(out), _Lines(err)
 
 
