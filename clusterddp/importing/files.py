@@ -15,9 +15,9 @@ from typing import Any
 from clusterddp.errors import UsageError
 from clusterddp.importing.findings import Fate, Findings, set_variable
 from clusterddp.importing.values import Text
-from clusterddp.planning.environment import is_secret
 from clusterddp.spec import tree
 from clusterddp.spec.hostfile import read_hostfile
+from clusterddp.spec.secret_values import is_secret
 from clusterddp.spec.section import MAX_RANKS
 
 Host = tuple[str, int | None]

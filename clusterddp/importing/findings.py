@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from clusterddp.importing.values import Text, as_written, is_fixed
-from clusterddp.planning.environment import is_secret
 from clusterddp.spec.scalars import RANK_VARIABLES
+from clusterddp.spec.secret_values import is_secret
 
 Fate = Literal["lost", "before", "ours"]
 """lost: the spec cannot express it; before: the user does it before a submit; ours: clusterddp does it itself."""

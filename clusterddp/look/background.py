@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,11 +13,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord
 from clusterddp.run.snapshot import find_stored
 from clusterddp.spec.program_arguments import named_arguments
+from clusterddp.spec.secret_values import HIDDEN, hide_secret_arguments, is_secret
 from clusterddp.system.files import read_json
-
-SECRET_NAME = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private)")
-"""Names of variables whose values stay out of a page that may be sent on."""
-HIDDEN = "(not shown)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +60,16 @@ def config_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     flat: dict[str, str] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if isinstance(value, dict) and value and name.count(".") < 16:
+        if name == "entry" and isinstance(value, dict):
+            flat |= config_texts(hide_secret_arguments(value), "entry.")
+        elif isinstance(value, dict) and value and name.count(".") < 16:
             flat |= config_texts(value, f"{name}.")
         elif name == "entry.args" and (arguments := _arguments(value)):
             flat |= {f"{name}.{argument}": text for argument, text in arguments.items()}
         elif value not in (None, {}, []):
-            is_secret = bool(prefix == "env." and SECRET_NAME.search(str(key)))
-            is_secret |= name == "notify.webhook" and not str(value).startswith("${")
-            flat[name] = HIDDEN if is_secret else value_text(value)
+            hidden = prefix == "env." and is_secret(str(key), value_text(value))
+            hidden |= name == "notify.webhook" and not str(value).startswith("${")
+            flat[name] = HIDDEN if hidden else value_text(value)
     return flat
 
 

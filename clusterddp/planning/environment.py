@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 
 from clusterddp.ranks.environment import COOKIE, PLACE_VARIABLES
+from clusterddp.spec.secret_values import is_secret
 
 _FOREIGN_PREFIXES = ("CLUSTERDDP_", "SUBMITIT_", "SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")
 _TRAVELLING = frozenset(
@@ -32,12 +32,6 @@ _TRAVELLING_PREFIXES = (
 _PROXIES = frozenset({"HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "ALL_PROXY", "FTP_PROXY"})
 _OF_THIS_HOST = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "XDG_RUNTIME_DIR",
                            "XDG_SESSION_ID", "XDG_VTNR", "XDG_SEAT", "NVIDIA_VISIBLE_DEVICES"})  # fmt: skip
-_SECRET = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH", re.IGNORECASE)
-_SECRET_URL = re.compile(r"://[^/@\s:]*:[^/@\s]*@")
-_SECRET_VALUE = re.compile(
-    r"(gh[pousr]|github_pat|hf|glpat|sk|xox[abprs])[_-][\w-]{16,}|(AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN .*PRIVATE KEY"
-)
-"""The first characters of tokens of GitHub, Hugging Face, GitLab, OpenAI, Slack and AWS, and of private keys."""
 
 
 def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, str]:
@@ -77,11 +71,6 @@ def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
         and name not in _OF_THIS_HOST
         and not is_secret(name, value)
     }
-
-
-def is_secret(name: str, value: str) -> bool:
-    """Say whether a variable looks like a secret."""
-    return bool(_SECRET.search(name) or _SECRET_URL.search(value) or _SECRET_VALUE.match(value))
 
 
 def _is_installed() -> bool:

@@ -13,11 +13,11 @@ from clusterddp.errors import PreflightError, UsageError
 from clusterddp.facts.checks import Needs
 from clusterddp.facts.judge_torch import judge_torch
 from clusterddp.facts.torch import read_torch
-from clusterddp.planning.environment import is_secret
 from clusterddp.planning.placement import Request
 from clusterddp.planning.program import TRAINER
 from clusterddp.run.gang import Gang
 from clusterddp.spec.image_sets import is_there
+from clusterddp.spec.secret_values import is_secret
 from clusterddp.system.storage import find_mount
 
 if TYPE_CHECKING:

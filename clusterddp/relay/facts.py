@@ -3,24 +3,21 @@
 from __future__ import annotations
 
 import hashlib
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.look.background import SECRET_NAME
 from clusterddp.relay.rows import numbers_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import sweep_of
 from clusterddp.run.view import RunState, RunView
+from clusterddp.spec.secret_values import HIDDEN, hide_secret_arguments
 from clusterddp.system.files import read_json
 
 _LEFT_OUT = frozenset({"env", "secrets", "notify"})
 """Sections of a spec that may have values for the run alone."""
-_SECRET = re.compile(rf"{SECRET_NAME.pattern}|//[^/@\s]+@")
-"""Names of values, and addresses with a password, that stay out of a tracker."""
 _MAX_DEPTH = 16
 
 Config = Mapping[str, "str | int | float | bool"]
@@ -97,14 +94,14 @@ def read_ending(run: RunDir, view: RunView) -> RunEnd:
 
 
 def flat_config(values: Mapping[str, Any], prefix: str = "") -> dict[str, str | int | float | bool]:
-    """Flatten a spec, a key for each value that is set: `train.lr`; variables and secrets are left out."""
+    """Flatten a spec, a key for each value that is set: `train.lr`; what may be a secret is left out."""
     flat: dict[str, str | int | float | bool] = {}
     for key, value in values.items():
         name = f"{prefix}{key}"
-        if name in _LEFT_OUT or value in (None, {}, []):
+        if name in _LEFT_OUT or value in (None, {}, [], HIDDEN):
             continue
         if isinstance(value, dict) and name.count(".") < _MAX_DEPTH:
-            flat |= flat_config(value, f"{name}.")
-        elif not _SECRET.search(f"{name} {value}" if "//" in str(value) else name):
+            flat |= flat_config(hide_secret_arguments(value) if name == "entry" else value, f"{name}.")
+        else:
             flat[name] = value if isinstance(value, str | int | float) else " ".join(map(str, value))
     return flat

@@ -19,13 +19,13 @@ from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.record import read_run
 from clusterddp.run.snapshot import find_stored
 from clusterddp.run.sweep import SweepDir, read_sweep
+from clusterddp.spec.secret_values import HIDDEN, hide_secret_arguments
 from clusterddp.system.files import SHARED_COPIES, read_json, write_json
 
 _OPEN = ("attempts", "checkpoints", "code", "output", "tb")
 """Directories that are shared whole."""
 _OPEN_FILES = ("CANCEL", "env.json", "events.jsonl", "metrics.jsonl", "report.html", "summary.json")
 _OPEN_OF_LAUNCHER = ("head-events.jsonl", "hosts.json", "job-*.json", "*.log")
-_HIDDEN = "(not shown)"
 _NO_TOKEN = "0" * 32
 """Stands for a token in a shared copy; it finds no process and signs nothing."""
 _PLAN_KEYS = ("run", "name", "launcher", "runs_dir", "working_dir", "notes", "snapshot", "parent")
@@ -111,8 +111,8 @@ def _write_copies(run: RunDir) -> None:
     plan = read_json(run.plan)
     if not isinstance(plan, dict) or not isinstance(plan.get("gang"), dict) or not isinstance(plan.get("spec"), dict):
         raise ClusterddpError(f"{run.plan}: found no plan in it")
-    spec = {key: _masked(value) if key in _CLOSED_SECTIONS else value for key, value in plan["spec"].items()}
-    gang = plan["gang"] | {"token": _NO_TOKEN, "notify": None, "env": _masked(plan["gang"].get("env") or {})}
+    spec, gang = (_without_secrets(plan[part]) for part in ("spec", "gang"))
+    gang |= {"token": _NO_TOKEN, "notify": None}
     kept = {key: plan[key] for key in _PLAN_KEYS if key in plan}
     write_json(
         copies / run.plan.name, kept | {"spec": spec, "gang": gang, "token": _NO_TOKEN, "ssh": None, "slurm": None}
@@ -126,14 +126,22 @@ def _make_copies(path: Path) -> Path:
     return copies
 
 
+def _without_secrets(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a spec or a gang without the values of variables, and with secret arguments of its program hidden."""
+    shown = {key: _masked(value) if key in _CLOSED_SECTIONS else value for key, value in part.items()}
+    entry = shown.get("entry")
+    return shown | ({"entry": hide_secret_arguments(entry)} if isinstance(entry, Mapping) else {})
+
+
 def _masked(value: Any) -> Any:
-    return dict.fromkeys(value, _HIDDEN) if isinstance(value, Mapping) else value and _HIDDEN
+    return dict.fromkeys(value, HIDDEN) if isinstance(value, Mapping) else value and HIDDEN
 
 
 def _has_values(run: RunDir) -> bool:
     """Return whether the spec has values that are not shared."""
     spec = (read_json(run.plan) or {}).get("spec") or {}
-    return any(spec.get(section) for section in _CLOSED_SECTIONS)
+    entry = spec.get("entry") or {}
+    return hide_secret_arguments(entry) != entry or any(spec.get(section) for section in _CLOSED_SECTIONS)
 
 
 def _open_paths(run: RunDir) -> Iterator[Path]:

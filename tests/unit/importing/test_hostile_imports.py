@@ -11,11 +11,11 @@ from clusterddp.errors import ClusterddpError, SpecError, UsageError
 from clusterddp.importing.findings import Findings
 from clusterddp.importing.reading import MAX_SCRIPT, import_files
 from clusterddp.network.hostlist import expand
-from clusterddp.planning.environment import is_secret
 from clusterddp.ranks.slurm_step import expand_counts
 from clusterddp.spec.hostfile import parse_hosts, read_hostfile
 from clusterddp.spec.hosts import MAX_HOSTS, expand_all
 from clusterddp.spec.load import load_spec
+from clusterddp.spec.secret_values import is_secret
 from clusterddp.spec.slurm_options import option_problem
 
 HEAD = "#!/bin/bash\n#SBATCH -N 1\n"

@@ -177,6 +177,29 @@ def test_secret_variables_of_the_spec_are_not_shown() -> None:
     }
 
 
+HF = "hf_" + "a" * 30
+
+
+@pytest.mark.parametrize(
+    ("entry", "shown"),
+    [
+        ({"args": ["--token", "abc", "--lr", "1"]}, {"entry.args.token": HIDDEN, "entry.args.lr": "1"}),
+        ({"args": ["--hf-token=abc"]}, {"entry.args.hf_token": HIDDEN}),
+        ({"args": ["wandb.api_key=abc", "lr=1"]}, {"entry.args.wandb.api_key": HIDDEN, "entry.args.lr": "1"}),
+        ({"args": ["--push", HF]}, {"entry.args.push": HIDDEN}),
+        ({"args": ["--tokenizer_name", "gpt2"]}, {"entry.args.tokenizer_name": "gpt2"}),
+        ({"args": ["--max-tokens", "9", "--key_dim", "8"]}, {"entry.args.max_tokens": "9", "entry.args.key_dim": "8"}),
+        ({"args": ["--use-auth-token", "--lr", "1"]}, {"entry.args.use_auth_token": "true", "entry.args.lr": "1"}),
+        ({"args": {"password": "abc", "lr": 1}}, {"entry.args.password": HIDDEN, "entry.args.lr": "1"}),
+        ({"command": "python t.py --password 'a b' x"}, {"entry.command": f"python t.py --password {HIDDEN} x"}),
+        ({"command": "python t.py 'a  b'"}, {"entry.command": "python t.py 'a  b'"}),
+        ({"args": ["s3://user:pass@host/x"]}, {"entry.args.0": HIDDEN}),
+    ],
+)
+def test_an_argument_that_looks_like_a_secret_is_not_shown(entry: dict[str, object], shown: dict[str, str]) -> None:
+    assert config_texts({"entry": entry}) == shown
+
+
 def test_each_argument_of_a_program_is_a_value_of_its_own() -> None:
     assert config_texts({"entry": {"script": "t.py", "args": ["data", "--lr", "0.1"]}}) == {
         "entry.script": "t.py",

@@ -90,3 +90,6 @@ def test_a_configuration_has_no_variables_secrets_or_addresses_with_passwords() 
         "train.milestones": "1 2",
         "entry.args.url": "https://host/x",
     }
+    assert flat_config({"entry": {"args": ["--token", "x", "--lr", "1"]}}) == {
+        "entry.args": "--token (not shown) --lr 1"
+    }

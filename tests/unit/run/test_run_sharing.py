@@ -36,8 +36,10 @@ def run(tmp_path: Path) -> RunDir:
     run = make_run(tmp_path / "runs")
     plan = read_json(run.plan)
     assert plan is not None
-    spec = {"name": "a", "env": {"KEY": SECRET}, "notify": {"url": SECRET}, "train": {"lr": 0.1}}
+    entry = {"args": ["--api-key", SECRET], "command": f"train --token={SECRET}"}
+    spec = {"name": "a", "entry": entry, "env": {"KEY": SECRET}, "notify": {"url": SECRET}, "train": {"lr": 0.1}}
     gang = plan["gang"] | {
+        "entry": plan["gang"]["entry"] | {"args": ["--api-key", SECRET]},
         "env": {"KEY": SECRET},
         "notify": {"on": ["end"], "command": [], "webhook": SECRET, "mail": None},
     }
