@@ -61,7 +61,7 @@ FORMS = {
     "relay RUN --to TRACKER": ("`tracker`, `runs`: `run`, `state`, `new_rows`, `where`", "'[.runs[].new_rows] | add'"),
     "ps": ("`hosts`", "-r '.hosts[].runs[]?.run'"),
     "gc -n": ("`hosts`", "'[.hosts[].left_over[]?.processes[].pid]'"),
-    "explain SPEC": ("launcher: `{variable: origin}`", ".srun.RANK"),
+    "explain SPEC": ("beside `schema` for each launcher `{variable: origin}`", ".srun.RANK"),
 }
 """Call of a command -> the keys of its JSON, and arguments of jq."""
 

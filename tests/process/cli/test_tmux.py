@@ -68,18 +68,18 @@ class Tmux:
         self.ask("wait-for", "over")
         return self.lines()
 
-    def lines(self, *, whole: bool = True) -> list[str]:
-        """Return all lines so far; `whole`: those that the terminal wrapped as one."""
-        joined = self.ask("capture-pane", "-p", "-S", "-", *(["-J"] if whole else []))
-        return [line.rstrip() for line in joined.rstrip().split("\n")]
+    def lines(self, *, whole: bool = True, visible: bool = False) -> list[str]:
+        """Return the lines so far, or what is visible of them; `whole`: those that the terminal wrapped as one."""
+        found = self.ask("capture-pane", "-p", *([] if visible else ["-S", "-"]), *(["-J"] if whole else []))
+        return [line.rstrip() for line in found.rstrip().split("\n")]
 
-    def wrapped(self) -> list[str]:
+    def wrapped(self, *, visible: bool = False) -> list[str]:
         """Return the lines that the terminal wrapped."""
-        rows = self.lines(whole=False)
-        return [line for line in self.lines() if line not in rows]
+        rows = self.lines(whole=False, visible=visible)
+        return [line for line in self.lines(visible=visible) if line not in rows]
 
     def screen(self) -> str:
-        return self.ask("capture-pane", "-p").rstrip()
+        return "\n".join(self.lines(whole=False, visible=True))
 
 
 @pytest.fixture(params=[80, 40])
@@ -176,7 +176,7 @@ def test_a_watched_run_is_drawn_anew_when_the_terminal_is_resized(tmux: Tmux, ru
         wait_until(lambda text=expected: text in tmux.screen(), what=tmux.screen)  # type: ignore[misc]
         assert tmux.screen().count("RUNNING  local") == 1
         assert tmux.screen().count("epoch 2/4") == 1
-        assert tmux.wrapped() == []
+        assert tmux.wrapped(visible=True) == []
     attempt = RunDir(runs_dir / "calm-lynx-3").newest_attempt()
     write_end(attempt, AttemptEnd(outcome="COMPLETED", reason="done", ended=time.time()))
     tmux.ask("wait-for", "over")

@@ -150,13 +150,13 @@ def test_a_script_that_never_asked_has_completed_and_its_end_names_the_request(t
     script.write_text("import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n")
     stop_file = tmp_path / "run" / "attempts" / "0" / "STOP"
     entry = Entry(kind="script", target=str(script), args=(str(stop_file),), working_dir=str(tmp_path))
-    with started(tmp_path, make_gang(tmp_path, "", entry=entry)) as gang:
-        wait_until(lambda: len(gang.ranks()) == 4, what="rank records")
+    with started(tmp_path, make_gang(tmp_path, "", entry=entry, nodes=1)) as gang:
+        wait_until(lambda: len(gang.ranks()) == 2, what="rank records")
         request_stop(stop_file, "cancel --save")
         gang.await_end()
         end = gang.end()
         assert (end.outcome, end.warning) == ("COMPLETED", "")
-        assert end.reason == "ranks 0-3 left with exit code 0, not because of the request to stop (cancel --save)"
+        assert end.reason == "ranks 0-1 left with exit code 0, not because of the request to stop (cancel --save)"
 
 
 def test_a_rank_that_fails_while_stopping_fails_the_run_without_a_restart(tmp_path):
