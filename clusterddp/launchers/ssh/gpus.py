@@ -11,12 +11,10 @@ from clusterddp.errors import PreflightError, SshError
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.ssh.session import Reply, Session
 from clusterddp.ssh.sessions import ask_all
-from clusterddp.system.gpu_lease import spell_busy
+from clusterddp.system.gpu_lease import ENDING_S, spell_busy
 
 _LEASE_TIMEOUT_S = 60.0
 """Enough for two calls of nvidia-smi, each of which may have to wake every GPU."""
-ENDING_S = 3.0
-"""How long the last process of an ended run may take to exit, and so to free its GPUs."""
 _FEW_HINT = "ssh.hosts says how many GPUs each host is to give: {host: gpu09, gpus: 4}"
 _FIRST_POLL_S = 0.2
 _MAX_POLL_S = 10.0
