@@ -5,7 +5,8 @@
 Each kind is a run of two nodes (ssh and slurm: hosts of a rack, as root), in which one rank, drawn by the kind's name
 and the round, stops taking part in the 30th step: it sleeps, is stopped by a signal, spins in C with the GIL, enters
 another loop than the others (one collective less), waits for a DataLoader, or holds two locks crosswise. In wrong_size
-all ranks wait in their own init_process_group.
+all ranks wait in their own init_process_group. drags is no hang: each step of the rank takes 0.1 s longer, and it has
+to be named as a straggler.
 evaluates (90 s), saves (a checkpoint of 2 minutes) and compiles (90 s before the first step) are no hangs, and nothing
 may be reported. One line of JSON for each run, a summary at the end. tests/support/hang_kinds.py has the script.
 """
@@ -22,7 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 
-from tests.support.hang_kinds import AFTER_S, HANGS, NO_HANGS, START_KIND, await_seen, submit_hang
+from tests.support.hang_kinds import AFTER_S, HANGS, NO_HANGS, SLOW_KIND, START_KIND, await_seen, submit_hang
 from tests.support.person import Person
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace
@@ -39,7 +40,7 @@ _START_S, _NO_HANG_S = 90.0, 160.0
 
 def main() -> int:
     parser = argparse.ArgumentParser()
-    parser.add_argument("kinds", nargs="*", default=[*HANGS, START_KIND, *NO_HANGS])
+    parser.add_argument("kinds", nargs="*", default=[*HANGS, START_KIND, SLOW_KIND, *NO_HANGS])
     parser.add_argument("--ranks", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--at-once", type=int, default=2)

@@ -15,6 +15,7 @@ from typing import Any
 from docs_pictures import status_json
 from docs_text import cell, head, items, page
 
+from clusterddp.cli.main import WITHOUT_JSON
 from clusterddp.look import ranks, status
 from clusterddp.look.events import Stopping
 from clusterddp.look.timeline import Times
@@ -35,28 +36,53 @@ def files_page() -> str:
     return page(lines)
 
 
-_JQ = (
-    "clusterddp status RUN -o json | jq -r .state",
-    "clusterddp status RUN -o json | jq -r '.ranks[] | select(.state == \"FAILED\") | .host'",
-    "clusterddp list -o json | jq -r '.[] | select(.state == \"RUNNING\") | .run'",
-    "clusterddp list -o json | jq -r 'max_by(.progress.accuracy // 0).run'",
-    "clusterddp cancel RUN... -o json | jq -r '.runs[] | select(.error) | .run'",
-)
+_STARTED = "`run`, `launcher`, `job_id`, `run_dir`; with `-n` the plan"
+FORMS = {
+    "doctor": ("`healthy`, `checks`", "-r '.checks[] | select(.level == \"red\") | .fix'"),
+    "hosts check HOST...": ("`healthy`, `hosts`", "-r '.hosts[] | select(.ok | not) | .fix'"),
+    "submit SPEC": (_STARTED, "-r .run"),
+    "join SPEC": ("as `submit`, on each machine", "-r .run_dir"),
+    "rerun RUN": (_STARTED, "-r .run"),
+    "resume RUN": (_STARTED, "-r .job_id"),
+    "cancel RUN...": ("`runs`: `run`, `result` or `error`", "-r '.runs[] | select(.error) | .run'"),
+    "status RUN": (
+        "below; of a sweep `sweep`, `states`, `runs`, ...",
+        "-r '.ranks[] | select(.state == \"FAILED\") | .host'",
+    ),
+    "logs RUN --rank all": ("an object for each line", "-r 'select(.ranks == [3]) | .text'"),
+    "stacks RUN": ("`verdict`, `suspects`, `groups`, `hint`, `ranks`", ".suspects"),
+    "wait RUN": ("as `status`", "-r .state"),
+    "du": ("`runs`, `code`, `bytes`, `remains`", "-r '.runs[] | [.bytes, .run] | @tsv'"),
+    "rm RUN...": ("`runs`, `refused`, `code`, `unfinished`", "'[.runs[].bytes] | add'"),
+    "share RUN": ("`run`, `run_dir`, `group` (null: private), `closed`, `unfinished`", "-r '.closed[].fix'"),
+    "list": ("an array of objects, below", "-r 'max_by(.progress.accuracy // 0).run'"),
+    "report RUN...": ("`runs`, `path`, `bytes`", "-r .path"),
+    "compare RUN RUN...": ("`runs`, `differences`, `diffs`", "-r '.differences.spec | keys[]'"),
+    "relay RUN --to TRACKER": ("`tracker`, `runs`: `run`, `state`, `new_rows`, `where`", "'[.runs[].new_rows] | add'"),
+    "ps": ("`hosts`", "-r '.hosts[].runs[]?.run'"),
+    "gc -n": ("`hosts`", "'[.hosts[].left_over[]?.processes[].pid]'"),
+    "explain SPEC": ("launcher: `{variable: origin}`", ".srun.RANK"),
+}
+"""Call of a command -> the keys of its JSON, and arguments of jq."""
 
 
 def json_page() -> str:
     lines = head(
         "JSON output",
         "`-o json` prints JSON and nothing else on standard output. A number that is not known is null. Keys may be "
-        "added; a key keeps its meaning. `schema` is 1; a form in which a key means something else would have another "
-        "number. [What scripts may rely on](../cli.md) has the forms of the other commands.",
+        "added; a key keeps its meaning. Each object has `schema`, which is 1; a form in which a key means something "
+        "else would have another number. [What scripts may rely on](../cli.md) explains the keys of the commands.",
     )
-    lines += ["With jq:", "", "```text", *_JQ, "```", ""]
+    lines += ["## Commands", "", "| command | its JSON |", "|---|---|"]
+    lines += [f"| `{command}` | {cell(keys)} |" for command, (keys, _) in FORMS.items()]
+    lines += ["", "With jq:", "", "```text", *jq_examples(), "```", ""]
+    lines += ["These have no `-o json`:", "", *items(WITHOUT_JSON), ""]
     top = {key: value for key, value in json.loads(status_json()).items() if key != "schema"}
     lines += ["## status RUN -o json", "", *_fields(status.RunStatus, top, alias={"nccl": "transports"})]
     lines += ["### times", "", *_fields(Times), "### stopping", "", *_fields(Stopping)]
     lines += ["### progress", "", *_fields(status.Progress)]
     lines += ["### ranks", "", *_fields(status.RankStatus)]
+    lines += ["### usage", "", "Of a rank:", "", *_fields(ranks.RankUsage)]
     lines += ["### root_cause", "", *_fields(status.RootCause, top["root_cause"])]
     lines += ["### diagnosis", "", *_fields(status.Diagnosis)]
     lines += ["### nccl", "", *_fields(status.NodeTransport)]
@@ -64,6 +90,11 @@ def json_page() -> str:
     lines += ["## States of a run", "", *items(_attribute_docs(RunState)), ""]
     lines += ["## States of a rank", "", *items(_rank_states())]
     return page(lines)
+
+
+def jq_examples() -> list[str]:
+    """Return a command line with jq for each command."""
+    return [f"clusterddp {command} -o json | jq {filters}" for command, (_, filters) in FORMS.items()]
 
 
 def _files(place: RunDir | AttemptDir | SweepDir) -> list[str]:
@@ -95,7 +126,7 @@ def _fields(kind: type, only: Mapping[str, Any] | None = None, *, alias: Mapping
 
 def _json_type(annotation: str) -> str:
     """Write a type of Python as JSON has it."""
-    words = {"str": "text", "int": "integer", "float": "number", "None": "null"}
+    words = {"str": "text", "int": "integer", "float": "number", "bool": "true or false", "None": "null"}
     parts = [part.strip() for part in annotation.split("|")]
     return " or ".join(_json_part(part, words) for part in parts)
 

@@ -16,8 +16,7 @@ import click
 from clusterddp.cli.arguments import collected, command
 from clusterddp.cli.login import ask_login, profile_option
 from clusterddp.cli.param_types import HostName
-from clusterddp.cli.terminal import Terminal, put, say
-from clusterddp.cli.watch import say_note
+from clusterddp.cli.terminal import Terminal, put, say, say_note
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.login.node import Node, find_node
 from clusterddp.system.files import write_text

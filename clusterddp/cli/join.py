@@ -12,8 +12,8 @@ import click
 
 from clusterddp.cli.arguments import StartOptions, collected, command, output_option, runs_option, spec_arguments
 from clusterddp.cli.login import profile_option
-from clusterddp.cli.terminal import Terminal, say
-from clusterddp.cli.watch import say_note, stay_with
+from clusterddp.cli.terminal import Terminal, say, say_note
+from clusterddp.cli.watch import stay_with
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:

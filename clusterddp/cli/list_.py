@@ -17,9 +17,8 @@ from click.shell_completion import CompletionItem
 from clusterddp.cli.arguments import collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.param_types import RunName
-from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say
+from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_note
 from clusterddp.cli.text.run_list import list_lines
-from clusterddp.cli.watch import say_note
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable

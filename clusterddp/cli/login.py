@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.arguments import given_arguments
-from clusterddp.cli.terminal import Terminal, say, writing_stdout
-from clusterddp.cli.watch import say_note
+from clusterddp.cli.terminal import Terminal, say, say_note, writing_stdout
 from clusterddp.errors import RunNotFoundError, UsageError
 from clusterddp.login.node import (
     AT_LOGIN,

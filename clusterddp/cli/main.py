@@ -51,6 +51,22 @@ _COMMANDS = {
 }
 """Command -> its module in this package, the group in `--help`, what it does."""
 
+WITHOUT_JSON = {
+    "demo": "its run is one like any other: `status -o json` has it",
+    "init": "writes a spec, and asks on a terminal",
+    "hosts trust": "asks a person; `hosts check -o json` has what is known of hosts",
+    "import": "prints a spec; `-o` names the file for it",
+    "manifest": "prints a manifest",
+    "worker": "standard output is the rank's",
+    "exec": "standard output is the command's",
+    "shell": "standard output is the shell's",
+    "dash": "serves pages until Ctrl-C",
+    "help": "prints a page of the reference",
+    "schema": "prints a JSON Schema",
+    "completion": "prints a script for a shell",
+}
+"""Command -> why it has no `-o json`; every other command has it."""
+
 _EXAMPLES = """\
 Start here:
   clusterddp demo                       two ranks on this machine, under a minute

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +13,7 @@ import click
 
 from clusterddp.cli.arguments import collected, command, output_option, runs_option
 from clusterddp.cli.param_types import Age, HostName, RunName
-from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say
+from clusterddp.cli.terminal import Terminal, columns_of, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
@@ -118,7 +119,7 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
         ]
         put_json({"hosts": rows})
     else:
-        put("\n".join(process_lines(found)))
+        put("\n".join(process_lines(found, columns=columns_of(sys.stdout))))
         left_over = left_over_of(found)
         say_unmarked(left_over)
         if left_over:

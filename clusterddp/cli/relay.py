@@ -6,10 +6,9 @@ from pathlib import Path
 
 import click
 
-from clusterddp.cli.arguments import command, run_argument, runs_option
+from clusterddp.cli.arguments import command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.terminal import Terminal, say
-from clusterddp.cli.watch import say_note
+from clusterddp.cli.terminal import Terminal, put_json, say, say_note
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import Synchroniser
@@ -25,9 +24,12 @@ _TRACKERS = ("wandb", "trackio", "mlflow", "tensorboard")
 @click.option("--to", "tracker", type=click.Choice(_TRACKERS), required=True, help="The experiment tracker.")
 @click.option("--project", metavar="P", help="Its project or experiment; otherwise the name of the spec.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run, or the sweep, has ended.")
+@output_option
 @runs_option
 @click.pass_obj
-def relay(terminal: Terminal, *, name: str, tracker: str, project: str | None, follow: bool, runs_dir: Path) -> None:
+def relay(
+    terminal: Terminal, *, name: str, tracker: str, project: str | None, follow: bool, output: str, runs_dir: Path
+) -> None:
     """Copy a run's metrics, configuration and end to an experiment tracker.
 
     A later call, also after a crash, sends only what the tracker does not have. All attempts are one run of the
@@ -49,10 +51,20 @@ def relay(terminal: Terminal, *, name: str, tracker: str, project: str | None, f
         except KeyboardInterrupt:
             say("\ndetached; the same command goes on where this one stopped")
             raise
-        for copy in copies:
-            say(
-                f"{copy.run.name} {read_state(copy.run).state.value}: {copy.points:,} new rows  {printable(copy.where)}"
-            )
+        rows = [
+            {
+                "run": copy.run.name,
+                "state": read_state(copy.run).state.value,
+                "new_rows": copy.points,
+                "where": copy.where,
+            }
+            for copy in copies
+        ]
+    if output == "json":
+        put_json({"tracker": tracker, "runs": rows})
+        return
+    for row in rows:
+        say(f"{row['run']} {row['state']}: {row['new_rows']:,} new rows  {printable(str(row['where']))}")
 
 
 COMMANDS = {"relay": relay}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,7 +15,8 @@ import click
 from clusterddp.cli.arguments import collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.param_types import Age, RunName
-from clusterddp.cli.terminal import Terminal, confirm, duration, put, put_json, say, say_error, table
+from clusterddp.cli.terminal import Terminal, columns_of, confirm, duration, put, put_json, say, say_error, table
+from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import state_text
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
@@ -27,6 +29,11 @@ from clusterddp.run.usage import Usage, ended_at, expires_at, keep_of, measure, 
 from clusterddp.run.view import RunState
 from clusterddp.system.units import format_bytes, format_count
 
+_USAGE_COLUMNS = (
+    ("RUN", 0), ("SIZE", 0), ("CHECKPOINTS", 1), ("LOGS", 4), ("OUTPUT", 3), ("TB", 5), ("KEEP", 2),
+)  # fmt: skip
+"""Of `du`: what a terminal that is too narrow leaves out first has the highest number."""
+_LEAST_LABEL = 22
 _ENDED = [state.value for state in RunState if state.finished]
 
 
@@ -186,7 +193,6 @@ def _size_text(runs: Sequence[Candidate], code: Sequence[Snapshot]) -> str:
 def _removal_json(removal: Removal, code: list[Snapshot], *, dry_run: bool) -> dict[str, Any]:
     gone = {each.run.path for each in removal.removed}
     return {
-        "schema": 1,
         "dry_run": dry_run,
         "runs": [
             {
@@ -208,7 +214,7 @@ def _removal_json(removal: Removal, code: list[Snapshot], *, dry_run: bool) -> d
 def _usage_lines(
     found: list[tuple[RunDir, Usage]], code: list[Snapshot], *, fold: bool, remains: int, total: int
 ) -> list[str]:
-    rows = [["RUN", "SIZE", "CHECKPOINTS", "LOGS", "OUTPUT", "TB", "KEEP"]]
+    rows = []
     now = time.time()
     for name, usage, runs in _folded(found) if fold else [(run.name, usage, [run]) for run, usage in found]:
         sizes = (usage.total, usage.checkpoints, usage.logs, usage.output, usage.tensorboard)
@@ -225,8 +231,12 @@ def _usage_lines(
     if remains:
         rows.append(["left by a removal that was killed", format_bytes(remains)])
     rows.append(["total", format_bytes(total)])
-    width = len(rows[0])
-    return table([row + [""] * (width - len(row)) for row in rows])
+    whole = [row + [""] * (len(_USAGE_COLUMNS) - len(row)) for row in rows]
+    columns = [
+        Column(title=title, cells=cells, gives_way=gives_way, least=_LEAST_LABEL if title == "RUN" else None)
+        for (title, gives_way), *cells in zip(_USAGE_COLUMNS, *whole, strict=True)
+    ]
+    return lay_out(columns, room=columns_of(sys.stdout))
 
 
 def _folded(found: list[tuple[RunDir, Usage]]) -> list[tuple[str, Usage, list[RunDir]]]:
@@ -254,7 +264,6 @@ def _usage_json(
     unused = [each for each in code if each.unused]
     snapshots = {"snapshots": len(code), "bytes": sum(each.size for each in code)}
     return {
-        "schema": 1,
         "runs_dir": str(runs_dir),
         "bytes": total,
         "runs": runs,

@@ -13,9 +13,8 @@ import click
 from clusterddp.cli.arguments import command, output_option, runs_option
 from clusterddp.cli.login import ask_login, node_of_all, profile_option
 from clusterddp.cli.param_types import RunName
-from clusterddp.cli.terminal import Terminal, put, put_json, say, writing_stdout
-from clusterddp.cli.watch import say_note
-from clusterddp.errors import ClusterddpError
+from clusterddp.cli.terminal import Terminal, put, put_json, say, say_note, writing_stdout
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.results.reports import is_on_hosts
@@ -39,24 +38,30 @@ _STDOUT = "-"
     "--out", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True),
     help="Where to write; - is standard output. Otherwise report.html: in the run's directory, or here for several.",
 )  # fmt: skip
+@output_option
 @runs_option
 @click.pass_obj
-def report(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], out: str | None, runs_dir: Path) -> None:
+def report(
+    terminal: Terminal, *, profile: str | None, names: tuple[str, ...], out: str | None, output: str, runs_dir: Path
+) -> None:
     """Write a page about runs: curves, what differs, code, packages, hosts, attempts, ranks, why it failed.
 
     Without RUN, the newest one; a sweep stands for its runs. The page is one HTML file that loads nothing.
     """
+    if output == "json" and out == _STDOUT:
+        raise UsageError("--out - writes the page to standard output, and so does -o json its answer")
     names = names or ("@last",)
     there = node_of_all(names, runs_dir, profile, terminal.environ)
     if there:
         page = ask_login(there.node, ["report", "--out", _STDOUT, "--", *there.names])
-        _write(page.decode("utf-8", errors="replace"), out or "report.html")
+        _write(page.decode("utf-8", errors="replace"), out or "report.html", list(there.names), output)
         return
     from clusterddp.cli.page.report_page import draw_report
 
     runs = _find_runs(runs_dir, names)
     page_text = draw_report(_read(runs, terminal))
-    _write(page_text, out or (str(runs[0].report) if len(runs) == 1 else "report.html"))
+    out = out or (str(runs[0].report) if len(runs) == 1 else "report.html")
+    _write(page_text, out, [run.name for run in runs], output)
 
 
 @command("compare")
@@ -131,7 +136,8 @@ def _read(runs: Sequence[RunDir], terminal: Terminal) -> list[RunReport]:
     return read_reports(runs, terminal.environ)
 
 
-def _write(page: str, out: str) -> None:
+def _write(page: str, out: str, names: list[str], output: str) -> None:
+    """Write the page about these runs, and print where it is."""
     if out == _STDOUT:
         put(page)
         return
@@ -139,4 +145,8 @@ def _write(page: str, out: str) -> None:
         write_text(Path(out), page)
     except ClusterddpError as error:
         raise ClusterddpError(error.message, hint="--out FILE writes it elsewhere") from error
-    say(f"wrote {printable(out)}  ({len(page.encode()) / 1000:.0f} kB)")
+    num_bytes = len(page.encode())
+    if output == "json":
+        put_json({"runs": names, "path": str(Path(out).resolve()), "bytes": num_bytes})
+    else:
+        say(f"wrote {printable(out)}  ({num_bytes / 1000:.0f} kB)")

@@ -17,12 +17,11 @@ from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.param_types import RunName
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
-from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_error
+from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_error, say_note
 from clusterddp.cli.text.status import status_lines
 from clusterddp.cli.watch import (
     draw,
     say_ending,
-    say_note,
     say_unfetched,
     states_until,
     staying_with,
@@ -232,7 +231,7 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: st
             left = "".join(f", {other}" for other in names[index + 1 :])
             raise KeyboardInterrupt(said + (f"; not cancelled: {left[2:]}" if left else "")) from None
     if output == "json":
-        put_json({"schema": 1, "runs": results})
+        put_json({"runs": results})
     return exit_code
 
 
@@ -250,14 +249,13 @@ def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str])
     from clusterddp.submission.notices import send_left
 
     sync.update()
-    state = read_status(run)
-    if not state.state.finished:
-        return state
-    if not sync.download():
-        say_unfetched(run)
-    write_fetched_report(run, environ)
-    send_left(run, read_state(run), environ)
-    return read_status(run)
+    view = read_state(run)
+    if view.finished:
+        if not sync.download():
+            say_unfetched(run)
+        write_fetched_report(run, environ)
+        send_left(run, view, environ)
+    return read_status(run, view)
 
 
 def _has_ended(status: RunStatus) -> bool:

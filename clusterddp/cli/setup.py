@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from clusterddp.cli.arguments import address, command, runs_option
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
+from clusterddp.cli.terminal import Terminal, duration, put, put_plain_json, say
 from clusterddp.cli.watch import say_ending, watch_until_ended
 from clusterddp.errors import RunFailedError, UsageError
 from clusterddp.run.directory import RunDir
@@ -84,7 +84,7 @@ def schema(*, shared: bool) -> None:
     """
     from clusterddp.spec.model import json_schema
 
-    put_json(json_schema(shared=shared), indent=2)
+    put_plain_json(json_schema(shared=shared), indent=2)
 
 
 @command("completion")

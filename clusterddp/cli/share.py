@@ -5,13 +5,15 @@ from __future__ import annotations
 import grp
 import os
 import shlex
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
-from clusterddp.cli.arguments import command, run_argument, runs_option
+from clusterddp.cli.arguments import command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.terminal import Terminal, say
+from clusterddp.cli.terminal import Terminal, put_json, say
 from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import STORE_NAME
@@ -24,9 +26,10 @@ from clusterddp.run.sweep import find_sweep
 @run_argument(default=None)
 @click.option("--group", metavar="G", help="The group; otherwise the one that the run's directory has.")
 @click.option("--private", is_flag=True, help="Take it back: no group can read the run.")
+@output_option
 @runs_option
 @click.pass_obj
-def share(terminal: Terminal, *, name: str, group: str | None, private: bool, runs_dir: Path) -> None:
+def share(terminal: Terminal, *, name: str, group: str | None, private: bool, output: str, runs_dir: Path) -> None:
     """Let a group read a run, or a sweep: status, logs, report and compare work for its members.
 
     They read logs, metrics, checkpoints, results and the code. Secrets, values of env: and the run's token, by which it
@@ -42,20 +45,56 @@ def share(terminal: Terminal, *, name: str, group: str | None, private: bool, ru
         if group is not None:
             raise UsageError("--private takes the run back from every group, and --group names one")
         sharing.close(path)
-        say(f"{path.name} is private; the copy of its code in {STORE_NAME} stays open, other runs may share it")
-        return
-    number = None if group is None else _group_number(group)
-    if sweep:
-        sharing.share_sweep(sweep, number)
+        shared = _Shared(path=path)
     else:
-        sharing.share(runs[0], number)
-    number = os.stat(path).st_gid
-    where = shlex.quote(str(path.resolve()))
-    say(f"{path.name} can be read by the group {_group_name(number)}: clusterddp status {where}")
-    for folder, remedy in sharing.closed_parents(path, number):
-        say(f"  the group cannot enter {folder}: {remedy}")
-    if not all(read_state(run).finished for run in runs):
-        say("  files that it writes from now on are closed: share it again after its end")
+        if sweep:
+            sharing.share_sweep(sweep, None if group is None else _group_number(group))
+        else:
+            sharing.share(runs[0], None if group is None else _group_number(group))
+        number = os.stat(path).st_gid
+        shared = _Shared(
+            path=path,
+            group=_group_name(number),
+            closed=tuple(sharing.closed_parents(path, number)),
+            unfinished=not all(read_state(run).finished for run in runs),
+        )
+    if output == "json":
+        put_json(shared.to_json())
+    else:
+        say("\n".join(shared.lines()))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Shared:
+    """Which group can read a run or a sweep."""
+
+    path: Path
+    group: str | None = None
+    """None: no group."""
+    closed: tuple[tuple[Path, str], ...] = ()
+    """The directories above it that the group cannot enter, each with what opens it."""
+    unfinished: bool = False
+    """True: it goes on, and the files that it writes from now on are closed."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "run": self.path.name,
+            "run_dir": str(self.path.resolve()),
+            "group": self.group,
+            "closed": [{"directory": str(folder), "fix": remedy} for folder, remedy in self.closed],
+            "unfinished": self.unfinished,
+        }
+
+    def lines(self) -> list[str]:
+        name = self.path.name
+        if self.group is None:
+            return [f"{name} is private; the copy of its code in {STORE_NAME} stays open, other runs may share it"]
+        where = shlex.quote(str(self.path.resolve()))
+        lines = [f"{name} can be read by the group {self.group}: clusterddp status {where}"]
+        lines += [f"  the group cannot enter {folder}: {remedy}" for folder, remedy in self.closed]
+        if self.unfinished:
+            lines.append("  files that it writes from now on are closed: share it again after its end")
+        return lines
 
 
 COMMANDS = {"share": share}

@@ -84,7 +84,7 @@ def _to_json(report: StackReport, folded: Folded) -> dict[str, object]:
         for group in folded.groups
     ]
     found = {"verdict": folded.verdict, "suspects": folded.suspects, "groups": groups, "hint": folded.hint}
-    return {"schema": 1, **found, **report.to_json()}
+    return {**found, **report.to_json()}
 
 
 def _age(report: StackReport) -> str:

@@ -25,8 +25,8 @@ from clusterddp.cli.arguments import (
 )
 from clusterddp.cli.login import profile_option, start_at_login, works_at_login
 from clusterddp.cli.param_types import KeyValue, RunName
-from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say
-from clusterddp.cli.watch import say_note, stay_with
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
+from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node
 from clusterddp.run.directory import RunDir

@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clusterddp.cli.arguments import PLANNED_NAME
-from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say
+from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say, say_note
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text import sweep as text
-from clusterddp.cli.watch import draw, say_note, states_until
+from clusterddp.cli.watch import draw, states_until
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import Synchroniser

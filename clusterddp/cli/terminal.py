@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shutil
 import sys
+import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +21,8 @@ _OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
 """The end of a line; what click.style writes for bold text and for the eight colours."""
 
 HELP_OPTIONS = ["-h", "--help"]
+SCHEMA = 1
+"""The number of the forms of `-o json`; another one when a key means something else."""
 COLUMNS = 80
 """The width of text that is laid out for people where there is no terminal."""
 
@@ -50,9 +54,19 @@ def put(text: str) -> None:
 
 
 def put_json(value: Any, *, indent: int | None = 1) -> None:
-    """Print one JSON value for a script."""
+    """Print the JSON of `-o json`: an object with the number of its form, or a list of such objects."""
+    versioned = [_versioned(each) for each in value] if isinstance(value, list) else _versioned(value)
+    put_plain_json(versioned, indent=indent)
+
+
+def put_plain_json(value: Any, *, indent: int | None = 1) -> None:
+    """Print a JSON value whose form is not ours."""
     with writing_stdout():
         click.echo(json_text(value, indent=indent))
+
+
+def _versioned(value: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": SCHEMA} | value
 
 
 def json_text(value: Any, *, indent: int | None) -> str:
@@ -80,6 +94,11 @@ def say(text: str = "") -> None:
     click.echo(_escaped(text), err=True)
 
 
+def say_note(text: str) -> None:
+    """Print a note to stderr."""
+    say(f"note: {printable(text)}")
+
+
 def say_error(message: str, *, hint: str | None = None) -> None:
     """Print an error and its hint to stderr; text of other programs may be part of both."""
     say(f"{click.style('error:', fg='red', bold=True)} {message}")
@@ -103,13 +122,13 @@ def confirm(question: str, *, hint: str, refused: str) -> bool:
 def table(rows: list[list[str]], *, indent: str = "") -> list[str]:
     """Lay out rows in columns as wide as their widest cell, colour not counted; the first row is the heading.
 
-    Text of other programs may be part of a cell: a line end in it is escaped.
+    Text of other programs may be part of a cell: a line end and a tab in it are escaped.
     """
-    rows = [[cell.replace("\n", printable("\n")) for cell in row] for row in rows]
-    widths = [max(len(click.unstyle(cell)) for cell in column) for column in zip(*rows, strict=True)]
+    rows = [[cell.replace("\n", r"\x0a").replace("\t", r"\x09") for cell in row] for row in rows]
+    widths = [max(map(width_of, column)) for column in zip(*rows, strict=True)]
     lines = []
     for row in rows:
-        cells = [cell + " " * (width - len(click.unstyle(cell))) for cell, width in zip(row, widths, strict=True)]
+        cells = [cell + " " * (width - width_of(cell)) for cell, width in zip(row, widths, strict=True)]
         lines.append((indent + "  ".join(cells)).rstrip())
     lines[0] = click.style(lines[0], bold=True)
     return lines
@@ -120,18 +139,45 @@ def columns_of(stream: Any) -> int | None:
     return shutil.get_terminal_size().columns if stream.isatty() else None
 
 
+def width_of(text: str) -> int:
+    """Return how many columns of a terminal a text takes: none for colours, two for a wide character."""
+    plain = click.unstyle(text)
+    return len(plain) if plain.isascii() else sum(map(_columns_of_character, plain))
+
+
+def cut(text: str, columns: int) -> str:
+    """Return as much of a text as fits into `columns`, with all of its colours."""
+    parts = []
+    for part in _OURS.split(text):
+        fits = part if _OURS.fullmatch(part) else _beginning(part, columns)
+        columns -= width_of(fits)
+        parts.append(fits)
+    return "".join(parts)
+
+
+def _beginning(text: str, columns: int) -> str:
+    ends = itertools.accumulate(map(_columns_of_character, text))
+    return text[: sum(end <= columns for end in ends)]
+
+
+def _columns_of_character(character: str) -> int:
+    if unicodedata.category(character) in {"Mn", "Me", "Cf"}:
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in {"W", "F"} else 1
+
+
 def wrapped(line: str, columns: int | None, *, indent: int = 0) -> list[str]:
     """Break a line at spaces into lines of at most `columns`, colour not counted; a longer word stays whole.
 
     `indent`: the spaces before each line but the first.
     """
-    if columns is None or len(click.unstyle(line)) <= columns:
+    if columns is None or width_of(line) <= columns:
         return [line]
     body = line.lstrip(" ")
     first, *others = body.split(" ")
     lines = [line[: -len(body)] + first]
     for word in others:
-        if len(click.unstyle(f"{lines[-1]} {word}")) <= columns:
+        if width_of(f"{lines[-1]} {word}") <= columns:
             lines[-1] += f" {word}"
         elif word:
             lines.append(" " * indent + word)

@@ -13,7 +13,7 @@ import click
 
 from clusterddp.cli.arguments import StartOptions, address
 from clusterddp.cli.log_output import write_logs
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, say
+from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, say_note
 from clusterddp.cli.text.next_steps import next_steps
 from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
 from clusterddp.cli.text.states import state_text
@@ -87,11 +87,6 @@ def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
         yield sync
 
 
-def say_note(text: str) -> None:
-    """Print a note to stderr."""
-    say(f"note: {printable(text)}")
-
-
 def say_unfetched(run: RunDir) -> None:
     """Print that not all results were copied back from the run's hosts, and why."""
     from clusterddp.run.host_state import read_unreached
@@ -123,15 +118,27 @@ def watch_until_ended(
 
 
 def draw(states: Iterator[_S], text_of: Callable[[_S], str], terminal: Terminal) -> _S:
-    """Draw the text of each state over that of the one before; the last one stays, and is returned."""
+    """Draw the text of each state over that of the one before; the last one stays, and is returned.
+
+    A terminal that gets another width moves lines about, and where they are is not known: the screen is cleared.
+    """
     from rich.console import Console
     from rich.live import Live
     from rich.text import Text
 
     console = Console(no_color=terminal.no_color or None)
-    with Live(console=console, auto_refresh=False) as live:
+    columns = console.width
+    live = Live(console=console, auto_refresh=False, redirect_stdout=False)
+    with live:
         for state in states:
-            live.update(Text.from_ansi(text_of(state), no_wrap=True, overflow="ellipsis"), refresh=True)
+            if columns != console.width:
+                live.update("", refresh=True)
+                console.clear()
+                columns = console.width
+            live.update(Text.from_ansi(text_of(state), overflow="fold"), refresh=True)
+        live.transient = True
+        live.update("")
+    put(text_of(state))
     return state
 
 

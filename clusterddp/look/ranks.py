@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 from collections.abc import Collection
@@ -11,6 +12,7 @@ from typing import Any, Literal
 
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang
+from clusterddp.run.rank_usage import RankUsage, UsageReport
 from clusterddp.run.record import RankRecord, Start, read_ranks
 from clusterddp.run.view import RunState, RunView
 
@@ -42,11 +44,16 @@ class RankStatus:
     """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
     last_output: float | None = None
     """While it runs: when it last wrote to its log, where the logs lie here; seconds since the epoch."""
+    usage: RankUsage | None = None
+    """While it runs: what it uses, and how fast it is."""
+    straggler: bool = False
+    """While it runs: the others wait for it."""
     owns: tuple[int, ...] | None = None
     """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
 
     def to_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in RankStatus.__slots__ if name != "owns"}
+        values["usage"] = self.usage and dataclasses.asdict(self.usage)
         return values if self.owns is None else values | {"owns": list(self.owns)}
 
 
@@ -68,8 +75,16 @@ def count_started(attempt: AttemptDir) -> int:
 
 
 def rank_statuses(
-    gang: Gang, attempt: AttemptDir | None, start: Start, view: RunView, unreached: Collection[str]
+    gang: Gang,
+    attempt: AttemptDir | None,
+    start: Start,
+    view: RunView,
+    *,
+    unreached: Collection[str],
+    report: UsageReport | None,
 ) -> tuple[RankStatus, ...]:
+    usage = {each.rank: each for each in report.ranks} if report else {}
+    stragglers = {each.rank for each in report.stragglers} if report else set()
     records = {record.rank: record for record in read_ranks(attempt)} if attempt else {}
     found = {node.get("node_rank"): node for node in start.get("nodes", ())}
     master_addr, master_port = start.get("master_addr", gang.master_addr), start.get("master_port", gang.master_port)
@@ -92,6 +107,8 @@ def rank_statuses(
                     state=state,
                     exit_code=record.exit_code if record else None,
                     last_output=_last_output(attempt, rank) if attempt and state == "RUNNING" else None,
+                    usage=usage.get(rank) if state == "RUNNING" else None,
+                    straggler=state == "RUNNING" and rank in stragglers,
                     owns=gang.carried_by([rank]) if gang.entry.spawns else None,
                 )
             )

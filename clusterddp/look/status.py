@@ -34,6 +34,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports, start_of
 from clusterddp.run.host_state import read_unreached
 from clusterddp.run.outcome import AttemptEnd, RootCause
+from clusterddp.run.rank_usage import UsageReport, read_usage_report
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.view import RunState, RunView
 
@@ -170,29 +171,29 @@ class RunSummary:
         }
 
 
-def read_status(run: RunDir) -> RunStatus:
+def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     """Read the status of a run."""
-    record = read_run(run)
-    view, gang = read_state(run, record=record), read_gang(run)
+    record, gang = read_run(run), read_gang(run)
+    view = view or read_state(run, record=record)
     end = view.end
     attempt = None if view.attempt is None else run.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
     unreached = read_unreached(run) if record.launcher == "ssh" else {}
-    is_running = view.state is RunState.RUNNING
-    events = read_events(run)
+    events, is_running = read_events(run), view.state is RunState.RUNNING
+    usage = read_usage_report(attempt) if is_running and attempt else None
     transports = find_transports(events, view.attempt)
     return RunStatus(
         run=run.name,
         name=record.name,
         times=_times(run, record, view),
         state=view.state,
-        reason="; ".join([view.reason, *([] if attempt is None or view.finished else stopped_ranks(attempt))]),
+        reason=_reason(view, attempt),
         launcher=record.launcher,
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
         world_size=gang.num_ranks,
         progress=_progress(run, view),
-        ranks=rank_statuses(gang, attempt, start, view, unreached),
+        ranks=rank_statuses(gang, attempt, start, view, unreached=unreached, report=usage),
         root_cause=end.root_cause if end else None,
         diagnosis=diagnose(end.root_cause) if end and end.root_cause else None,
         created=_created(record),
@@ -203,7 +204,7 @@ def read_status(run: RunDir) -> RunStatus:
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else find_start_phases(events, record, view.attempt, start),
         transports=transports,
-        warning=_warning(end, transports, events),
+        warning=_warning(end, transports, events, usage),
         stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
         lost_rows=count_lost_rows(events),
         report=str(run.report.absolute()) if run.report.exists() else None,
@@ -212,9 +213,16 @@ def read_status(run: RunDir) -> RunStatus:
     )
 
 
-def _warning(end: AttemptEnd | None, transports: Sequence[NodeTransport], events: Sequence[Row]) -> str:
+def _reason(view: RunView, attempt: AttemptDir | None) -> str:
+    return "; ".join([view.reason, *([] if attempt is None or view.finished else stopped_ranks(attempt))])
+
+
+def _warning(
+    end: AttemptEnd | None, transports: Sequence[NodeTransport], events: Sequence[Row], usage: UsageReport | None
+) -> str:
     own = end.warning if end else ""
-    return "; ".join(filter(None, (own, warn_of_sockets(transports), warn_of_unsent(events))))
+    stragglers = usage.warning if usage else ""
+    return "; ".join(filter(None, (own, warn_of_sockets(transports), warn_of_unsent(events), stragglers)))
 
 
 def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> float | None:

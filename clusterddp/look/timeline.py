@@ -11,6 +11,7 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end
+from clusterddp.run.rank_usage import Sample, read_usage_report
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_ranks, read_start
 from clusterddp.system.files import read_jsonl
 
@@ -50,6 +51,8 @@ class AttemptSpan:
     reason: str
     will_restart: bool
     ranks: tuple[RankSpan, ...] = ()
+    steps: tuple[Sample, ...] = ()
+    """How long the steps of its ranks were."""
 
     @property
     def ran_s(self) -> float:
@@ -156,6 +159,7 @@ def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: floa
         ended, outcome = max([started or asked, *known]), "LOST"
     else:
         ended, outcome = now, "PENDING" if started is None else "RUNNING"
+    usage = read_usage_report(attempt) if with_ranks else None
     ranks = tuple(_rank_span(attempt.number, record, ended, is_over or end is not None) for record in records)
     if started is None and ranks:
         started = min(rank.started for rank in ranks)
@@ -168,6 +172,7 @@ def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: floa
         reason=end.reason if end else "",
         will_restart=bool(end and end.will_restart),
         ranks=ranks,
+        steps=usage.history if usage else (),
     )
 
 

@@ -23,7 +23,8 @@ SETTLE_SPAWNED_S = 4.0
 """`SETTLE_S` where programs start their ranks: a program ends its other ranks before it reports which one failed."""
 
 NEVER_ASKED = "the program left with exit code 0 and never asked clusterddp.should_stop(): it may have completed"
-"""Of ranks that ended well after a request to stop: whether they looked at the stop file is not known."""
+"""Of ranks that ended well after a request to stop, and whose code names the stop file: a look at it is not seen."""
+_JUDGE_QUIET_S = 1.0
 
 Restart = Literal["none", "here", "another job"]
 """Who starts the next attempt: no process, the same supervisors, or another start of the Slurm job."""
@@ -128,6 +129,10 @@ class Attempt:
             self._overdue = failure if now >= self._stop_deadline else None
             self.fail(failure, now)
 
+    def is_about_to_be_killed(self, now: float) -> bool:
+        """Return whether Slurm soon kills what is left: a node without heartbeats is lost then, which is the cause."""
+        return now >= self.ends_by - _JUDGE_QUIET_S
+
     def is_over(self, now: float) -> bool:
         """Return whether the verdict is due: the ranks that are left are then ended."""
         if self.cancel_reason is not None or now >= self._decide_at or not self.running:
@@ -139,7 +144,7 @@ class Attempt:
         self._decided = True
 
     def verdict(self, *, stop_confirmed: bool) -> AttemptEnd:
-        """Return how the attempt ended. `stop_confirmed`: the program recorded that it ended because of the stop."""
+        """Return how the attempt ended. `stop_confirmed`: its program may have ended because of the request to stop."""
         if self.cancel_reason is not None:
             return cancelled(self.cancel_reason)
         if self._overdue is not None and self.stopped_by_people and self.cause() is self._overdue:
@@ -148,7 +153,9 @@ class Attempt:
             return failed_by(self._with_log(self.cause().cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
             return self._stopped(self.stop_reason)
-        return AttemptEnd(outcome="COMPLETED", reason=f"{self._spell(self._ends)} left with exit code 0")
+        reason = f"{self._spell(self._ends)} left with exit code 0"
+        reason += f", not because of the request to stop ({self.stop_reason})" if self.stop_reason else ""
+        return AttemptEnd(outcome="COMPLETED", reason=reason)
 
     def warn_of_apart(self, end: AttemptEnd, address: str, port: int) -> str:
         """Return a warning where ranks on several hosts ended well and none has connected to the master.

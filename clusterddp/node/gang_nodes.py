@@ -17,9 +17,10 @@ from clusterddp.ranks.environment import node_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.cleanup import end_processes
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import AttemptEnd, signal_name
+from clusterddp.run.stop import may_look_for_file
 from clusterddp.system.files import is_file
 
 _CONFIRM_S = 4.0
@@ -152,9 +153,14 @@ class Ending:
             with contextlib.suppress(OSError):
                 directory.path.joinpath(name).unlink(missing_ok=True)
         attempt.asks |= is_file(directory.asked) or is_file(directory.stopped)
-        confirmed = not self._gang.entry.stop_aware or is_file(directory.stopped)
-        end = self._add_leftovers(attempt.verdict(stop_confirmed=confirmed))
+        end = self._add_leftovers(attempt.verdict(stop_confirmed=self._has_stopped(attempt, directory)))
         return dataclasses.replace(end, warning=end.warning or attempt.warn_of_apart(end, address, port))
+
+    def _has_stopped(self, attempt: Attempt, directory: AttemptDir) -> bool:
+        """Return whether the program that was asked to stop takes part in the stop contract."""
+        if attempt.stop_reason is None or self._gang.entry.stop_aware:
+            return is_file(directory.stopped)
+        return attempt.asks or may_look_for_file(self._gang.entry)
 
     def _add_leftovers(self, end: AttemptEnd) -> AttemptEnd:
         """Add to the end's reason what may be left, and where."""

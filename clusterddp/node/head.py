@@ -17,13 +17,11 @@ from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
 from clusterddp.node.log import log_line
 from clusterddp.node.rank_network import Rendezvous
+from clusterddp.node.usage_watch import UsageWatch
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.system.files import is_file
-
-_JUDGE_QUIET_S = 1.0
-"""So long before Slurm kills what is left, a node without heartbeats counts as lost: its loss is the cause then."""
 
 
 class Head:
@@ -72,6 +70,7 @@ class Head:
     def _set_attempt(self, number: int) -> None:
         self._attempt = Attempt(self._run, self._gang, number)
         self._hangs = HangWatch(self._run, self._gang, self._run.attempt(number), self._send)
+        self._usage = UsageWatch(self._run, self._gang, self._run.attempt(number), self._send)
         self._start = StartRecord(self._run.attempt(number), self._gang, self._rendezvous)
         self._ending = None
 
@@ -87,8 +86,8 @@ class Head:
             self._join(node, report)
         elif kind in {"missing", "started", "transport"}:
             self._on_facts(node, report)
-        elif kind in {"silent", "stack", "stacks_done"}:
-            self._hangs.on_report(node_rank, report, now)
+        elif kind in {"silent", "stack", "stacks_done", "usage"}:
+            (self._usage if kind == "usage" else self._hangs).on_report(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
         elif kind in {"stop_requested", "cancel"}:
@@ -97,6 +96,7 @@ class Head:
             self._on_supervisor_end(int(report["node_rank"]), int(report["exit_code"]), now)
         elif kind == "ended":
             self._attempt.connected |= bool(report.get("connected", True))
+            self._attempt.asks |= bool(report.get("asked"))  # the ranks of another host may be the ones that ask
             self._confirm(node_rank, [int(pid) for pid in report["left"]])
         elif kind == "gave_up":
             self.on_loss(node_rank, Loss("given_up", str(report["why"])), now)
@@ -152,6 +152,7 @@ class Head:
         attempt.check_time(now)
         if attempt.begun is not None and not attempt.is_over(now):
             self._look_for_hang(attempt, now)
+            self._usage.tick(self.nodes.present, attempt.begun, now)
         if attempt.is_over(now):
             self._end_gang(now)
 
@@ -219,7 +220,7 @@ class Head:
     def _watch_job(self, job: JobWatch, now: float) -> None:
         intent = job.tick(now)
         self.node_is_down |= intent is not None and intent.node_is_down
-        self.node_is_down |= now >= self._attempt.ends_by - _JUDGE_QUIET_S
+        self.node_is_down |= self._attempt.is_about_to_be_killed(now)
         if intent is not None and apply_intent(intent, self._attempt) and self._ending is None:
             self._stop(intent.reason, now, time_limit=intent.kind == "time_is_up")
 
@@ -262,9 +263,8 @@ class Head:
             self._record_start(now)
         end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
         restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
-        if is_file(self._run.cancel_file):
-            restart = "none"
-        if restart == "here" and not make_next_attempt(self._run, attempt.number + 1):
+        cancelled = is_file(self._run.cancel_file)
+        if cancelled or (restart == "here" and not make_next_attempt(self._run, attempt.number + 1)):
             restart = "none"
         if restart != "none":
             end = dataclasses.replace(end, will_restart=True, needs_job=restart == "another job")

@@ -17,6 +17,7 @@ from clusterddp.facts.memory import count_oom_kills
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
 from clusterddp.node.history import RankRecords, new_record, record_end, with_end
 from clusterddp.node.node_stacks import NodeStacks
+from clusterddp.node.node_usage import NodeUsage
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, choose_cores, plan_launch
@@ -64,6 +65,7 @@ class LocalRanks:
         self._cancel_seen = False
         self._records = RankRecords()
         self._stacks = NodeStacks(node.host, node.node_rank, report)
+        self._usage = NodeUsage(report, on_cpu=gang.on_cpu)
 
     @property
     def idle(self) -> bool:
@@ -77,7 +79,7 @@ class LocalRanks:
     @property
     def polls_fast(self) -> bool:
         """True while things change within milliseconds: ranks end, or write their stacks."""
-        return self.ending or self._stacks.asking
+        return self.ending or self._stacks.asking or self._usage.asking
 
     def obey(self, order: Message, now: float) -> None:
         """Carry out an order of the head."""
@@ -87,6 +89,8 @@ class LocalRanks:
             self._stop(str(order["reason"]))
         elif order["kind"] == "stacks":
             self._stacks.ask(str(order["id"]), self._attempt.pids if self._attempt else {})
+        elif order["kind"] == "usage":
+            self._usage.ask(float(order["asked"]), self._attempt.pids if self._attempt else {})
         elif order["kind"] == "record":
             # The head's storage did not take it; this node's may.
             attempt, end = self._run.attempt(int(order["attempt"])), parse_end(order["end"])
@@ -143,6 +147,7 @@ class LocalRanks:
             self._look_for_stop(attempt, complete=True)
             self._look_for_stopped_ranks(attempt, now)
             self._stacks.tick(attempt.dir, attempt.pids, now)
+            self._usage.tick(attempt.pids)
 
     def _look_for_stopped_ranks(self, attempt: LocalAttempt, now: float) -> None:
         records = [attempt.records[rank] for rank in sorted(attempt.running)] if attempt.started else []
@@ -266,7 +271,8 @@ class LocalRanks:
             attempt.watch.look()
             orphans = ending.cleanup.killed - {record.pid for record in attempt.records.values()}
             left = sorted({*ending.cleanup.left, *(attempt.records[rank].pid for rank in attempt.running)})
-            self._report({"kind": "ended", "left": left, "swept": len(orphans), "connected": attempt.watch.seen})
+            facts = {"swept": len(orphans), "connected": attempt.watch.seen, "asked": is_file(attempt.dir.asked)}
+            self._report({"kind": "ended", "left": left, **facts})
 
     def _fail(self, error: str) -> None:
         # It may follow from the end of a rank, which was reported first; of two equal failures the first one counts.

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -169,6 +170,25 @@ def _append_to(path: Path) -> Iterator[int]:
         yield descriptor
     finally:
         os.close(descriptor)
+
+
+def start_into_memory(program: str, *arguments: str) -> int | None:
+    """Start a program of PATH; return memory (a memfd) that gets its output, None where it cannot be started.
+
+    The caller closes it; what ends is collected by `reap`.
+    """
+    path = shutil.which(program)
+    if path is None:
+        return None
+    memory = os.memfd_create(f"clusterddp-{program}")
+    try:
+        _take_over(
+            subprocess.Popen([path, *arguments], stdin=subprocess.DEVNULL, stdout=memory, stderr=subprocess.DEVNULL)
+        )
+    except OSError:
+        os.close(memory)
+        return None
+    return memory
 
 
 def _named(listener: int | None) -> dict[str, str]:

@@ -5,13 +5,11 @@ It needs the right to trace the process: root has it, and a user where `kernel.y
 
 from __future__ import annotations
 
-import os
 import re
-import shutil
-import subprocess
 from collections.abc import Mapping, Sequence
 from pathlib import PurePath
 
+from clusterddp.node.processes import start_into_memory
 from clusterddp.run.stacks import Frame
 from clusterddp.system.processes import read_command, read_process
 
@@ -32,26 +30,8 @@ def find_python(children: Sequence[int]) -> int | None:
 
 
 def start_py_spy(pid: int) -> int | None:
-    """Start py-spy on a process; return memory that gets its output, None where it is not there.
-
-    The caller's own loop reaps it.
-    """
-    program = shutil.which("py-spy")
-    if program is None:
-        return None
-    memory = os.memfd_create("clusterddp-py-spy")
-    try:
-        process = subprocess.Popen(
-            [program, "dump", "--nonblocking", "--full-filenames", "--pid", str(pid)],
-            stdin=subprocess.DEVNULL,
-            stdout=memory,
-            stderr=subprocess.DEVNULL,
-        )
-    except OSError:
-        os.close(memory)
-        return None
-    process.returncode = 0  # the loop reaps what ends
-    return memory
+    """Start py-spy on a process; see `start_into_memory`."""
+    return start_into_memory("py-spy", "dump", "--nonblocking", "--full-filenames", "--pid", str(pid))
 
 
 def parse_py_spy(text: str) -> tuple[Frame, ...]:

@@ -131,7 +131,7 @@ def _keep_flight_record() -> None:
     on_nccl = os.environ.get("CLUSTERDDP_BACKEND") == "nccl"
     dumps = f"{Path(stop_file).parent}/logs/nccl_trace_"
     variables: list[tuple[tuple[str, ...], str]] = [
-        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000" if on_nccl else "100")
+        (("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE"), "2000" if on_nccl else "200")
     ]
     if on_nccl:
         variables.append((("TORCH_NCCL_DUMP_ON_TIMEOUT",), "1"))

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.py_spy import find_python, parse_py_spy, start_py_spy
-from clusterddp.node.stack_hook import MEMORY_PREFIX, socket_name, stack_signal
+from clusterddp.node.stack_hook import MEMORY_PREFIX, STACKS, socket_name, stack_signal
 from clusterddp.run.stacks import Answer, Frame, RankStack, parse_answer, parse_stacks
 from clusterddp.system.files import read_regular
 from clusterddp.system.processes import find_descendants, read_command, read_state
@@ -39,17 +39,20 @@ _SOURCE_LINES = 12
 
 
 class AskedRank:
-    """The question to one rank's thread that answers; no answer means that its Python does not run."""
+    """A question to one rank's thread that answers; no answer means that its Python does not run."""
 
-    def __init__(self, key: str) -> None:
+    def __init__(self, key: str, question: bytes = STACKS) -> None:
         self.answer: Answer | None = None
-        """None: nothing yet, or nonsense."""
+        """To `STACKS`; None: nothing yet, or nonsense."""
+        self.data = b""
+        """The whole answer, once it is `done`."""
         self.done = False
-        self._data = b""
+        self._is_of_stacks = question == STACKS
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.setblocking(False)
         try:
             self._socket.connect(socket_name(key))
+            self._socket.send(question)
         except OSError:  # nothing listens, or so many questions wait that the kernel refuses another one
             self.close()
 
@@ -62,9 +65,9 @@ class AskedRank:
                 return
             except OSError:
                 data = b""
-            self._data += data
-            if not data or len(self._data) > _MAX_ANSWER_BYTES:
-                self.answer = parse_answer(self._data)
+            self.data += data
+            if not data or len(self.data) > _MAX_ANSWER_BYTES:
+                self.answer = parse_answer(self.data) if self._is_of_stacks else None
                 self.close()
 
     def close(self) -> None:

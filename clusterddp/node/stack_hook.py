@@ -1,4 +1,4 @@
-"""What lets the supervisor ask a rank where it is: a thread that answers, and a signal for when it cannot.
+"""What lets the supervisor ask a rank where it is and how fast: a thread that answers, a signal for when it cannot.
 
 The thread has the GIL while it reads the stacks of all threads and how far the collectives are. That it does not answer
 means that C code holds the GIL; then faulthandler writes the main thread's stack in a signal handler, into memory (a
@@ -18,14 +18,18 @@ import signal
 import socket
 import struct
 import sys
+import zlib
 from types import FrameType
 from typing import Any
 
+STACKS, PACE = b"s", b"p"
+"""What is asked."""
 MEMORY_PREFIX = "clusterddp-stacks-"
 """How the memory is named; the rest names the socket of the thread that answers."""
 _ROOT = 0
 _MAX_THREADS, _MAX_FRAMES = 64, 60
 _SEND_S = 2.0
+_DEFAULT_GROUP = "default_pg"
 
 
 def stack_signal() -> int:
@@ -57,16 +61,9 @@ def answer_stack_requests() -> None:
 
 
 def read_collectives() -> dict[str, dict[str, Any]]:
-    """Read how far each process group is; empty where torch's Flight Recorder records nothing.
-
-    The recorder's function is private (torch 2.13); where it is absent, or answers otherwise, nothing is known.
-    """
-    c10d = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
-    dump = getattr(c10d, "_dump_fr_trace_json", None)
-    if dump is None:
-        return {}
+    """Read how far each process group is; empty where torch's Flight Recorder records nothing."""
     try:
-        recorded = json.loads(dump(True, False))
+        recorded = _dump_recorder()
         groups = {
             group: {
                 "enqueued": int(each["last_enqueued_collective"]),
@@ -82,6 +79,36 @@ def read_collectives() -> dict[str, dict[str, Any]]:
     except Exception:  # whatever a later torch answers, the rank goes on
         return {}
     return groups
+
+
+def read_pace(most: int = 200) -> dict[str, Any]:
+    """Read how far the program is, and when it entered its newest collectives.
+
+    `entered`: the newest `most` of the default group, oldest first: number, kind, nanoseconds since the epoch. Two of
+    one kind have the same name and the same sizes, as a bucket of gradients in each step.
+    """
+    reached = getattr(sys.modules.get("clusterddp.run.metrics"), "reached", None)
+    entered = []
+    with contextlib.suppress(Exception):  # as in `read_collectives`
+        for entry in _dump_recorder().get("entries", ())[-most:]:
+            if not entry["is_p2p"] and entry["process_group"][1] == _DEFAULT_GROUP:
+                kind = zlib.crc32(f"{entry['profiling_name']} {entry['input_sizes']}".encode()) & 0xFFFF
+                entered.append((int(entry["collective_seq_id"]), kind, int(entry["time_created_ns"])))
+    return {
+        "step": getattr(reached, "step", None),
+        "own_step_s": getattr(reached, "own_step_s", None),
+        "entered": entered,
+    }
+
+
+def _dump_recorder() -> dict[str, Any]:
+    """Return what torch's Flight Recorder has recorded.
+
+    Its function is private (torch 2.13); where it is absent, or answers otherwise, nothing is known.
+    """
+    c10d = getattr(sys.modules.get("torch._C"), "_distributed_c10d", None)
+    dump = getattr(c10d, "_dump_fr_trace_json", None)
+    return {} if dump is None else dict(json.loads(dump(True, False)))
 
 
 def read_threads(main: int) -> list[dict[str, Any]]:
@@ -102,7 +129,7 @@ def read_threads(main: int) -> list[dict[str, Any]]:
 
 
 def _answer(listener: socket.socket, main: int) -> None:
-    """Answer each connection of the same user with one JSON object, for as long as the process lives."""
+    """Answer the question of each connection of the same user with one JSON object, while the process lives."""
     while True:
         try:
             connection = listener.accept()[0]
@@ -113,5 +140,6 @@ def _answer(listener: socket.socket, main: int) -> None:
             connection.settimeout(_SEND_S)
             credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
             if struct.unpack("3i", credentials)[1] in (_ROOT, os.getuid()):
-                answer = {"threads": read_threads(main), "collectives": read_collectives()}
+                stacks = connection.recv(1) == STACKS
+                answer = {"threads": read_threads(main), "collectives": read_collectives()} if stacks else read_pace()
                 connection.sendall(json.dumps(answer).encode())

@@ -26,7 +26,7 @@ Kind = Literal["grows", "whole", "end", "events", "large"]
 """How a file is downloaded. grows: new bytes are appended. whole: small, replaced at once. end: small, never replaced.
 events: its rows are added to the local ones. large: under a temporary name first, and checked."""
 
-_ATTEMPT_FACTS = re.compile(r"attempts/\d+/((start|stopped|stacks/[A-Za-z0-9-]{1,40})\.json|ASKED)")
+_ATTEMPT_FACTS = re.compile(r"attempts/\d+/((start|stopped|usage|stacks/[A-Za-z0-9-]{1,40})\.json|ASKED)")
 _OF_ATTEMPT = re.compile(r"attempts/\d+/")
 _END = re.compile(r"attempts/\d+/end\.json")
 _RANK = re.compile(

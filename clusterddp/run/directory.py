@@ -64,6 +64,11 @@ class AttemptDir:
         return self.path / "stacks"
 
     @property
+    def usage(self) -> Path:
+        """What the ranks use, and how fast they are (run/rank_usage.py)."""
+        return self.path / "usage.json"
+
+    @property
     def asked(self) -> Path:
         """Made when the ranks' program first asks whether to stop: it takes part in the stop contract."""
         return self.path / ASKED

@@ -1,15 +1,39 @@
-"""The rows of one attempt in `metrics.jsonl`: appended at once, and counted where the storage does not take them."""
+"""The rows of one attempt in `metrics.jsonl`: appended at once, and counted where the storage does not take them.
+
+And how far a rank is, which the supervisor of its node asks for.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.fencing import refuse_if_stale
 from clusterddp.run.record import log_event
 from clusterddp.system.files import append_jsonl
+
+
+@dataclass(kw_only=True, slots=True)
+class Reached:
+    """How far the program of this process is."""
+
+    step: int | None = None
+    total: int | None = None
+    epoch: int | None = None
+    epochs: int | None = None
+    own_step_s: float | None = None
+    """Seconds of a step without its waiting for other ranks, where the program measures it."""
+
+    @property
+    def is_last_step(self) -> bool:
+        return self.step is not None and self.total is not None and self.step >= self.total
+
+
+reached = Reached()
+"""Known on every rank, outside of a run as well."""
 
 
 class MetricsFile:

@@ -21,9 +21,9 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.network.gloo import await_gloo_threads
 from clusterddp.run.assignment import Assignment
 from clusterddp.run.directory import make_attempt_dirs
+from clusterddp.run.metrics import reached
 from clusterddp.run.stop import confirm_stop, looking_at, record_question, stop_reason, stop_requested
 from clusterddp.script.place import find_assignment, find_store, is_first_rank, say
-from clusterddp.script.report import reached
 from clusterddp.system.files import read_json
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.checkpoint import Writer, decode, read_newest

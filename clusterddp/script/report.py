@@ -12,36 +12,17 @@ import math
 import os
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
-from clusterddp.run.metrics import MetricsFile
+from clusterddp.run.metrics import MetricsFile, reached
 from clusterddp.script.place import find_assignment, is_first_rank, say
 from clusterddp.train.report.events import EventWriter
 
 PROGRESS_EVERY_S = 5.0
 """At most so often a row of progress is written."""
 _RESERVED = frozenset({"kind", "attempt", "time", "steps_done", "steps_total", "epochs_total"})
-
-
-@dataclass(kw_only=True, slots=True)
-class Reached:
-    """How far the script is, by its last call of `progress`."""
-
-    step: int | None = None
-    total: int | None = None
-    epoch: int | None = None
-    epochs: int | None = None
-
-    @property
-    def is_last_step(self) -> bool:
-        return self.step is not None and self.total is not None and self.step >= self.total
-
-
-reached = Reached()
-"""Known on every rank, outside of a run as well: `checkpoint.due` goes by it."""
 
 
 def log(values: Mapping[str, Any], *, step: int | None = None) -> None:

@@ -25,11 +25,11 @@ _HALVES = re.compile("[\ud800-\udfff]")
 _TAIL_BYTES = 8_192
 
 
-def write_bytes(path: Path, data: bytes | memoryview, *, exclusive: bool = False) -> bool:
+def write_bytes(path: Path, data: bytes | memoryview, *, exclusive: bool = False, durable: bool = True) -> bool:
     """Write `data` to `path` atomically: temporary file, fsync, rename, fsync of the directory.
 
-    With `exclusive`, an existing file stays and False is returned: of several writers the first one wins.
-    Files are created with mode 0600.
+    With `exclusive`, an existing file stays and False is returned: of several writers the first one wins. Without
+    `durable` there is no fsync: a crash of the machine may leave an empty file. Files are created with mode 0600.
     Raises: ClusterddpError: the file system refuses (full, read-only, quota); nothing is left behind.
     """
     temporary: str | None = None
@@ -38,14 +38,16 @@ def write_bytes(path: Path, data: bytes | memoryview, *, exclusive: bool = False
         with open(descriptor, "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         if exclusive:
             if not name_new(temporary, path):
                 return False
         else:
             os.replace(temporary, path)
             temporary = None
-        sync_directory(path.parent)
+        if durable:
+            sync_directory(path.parent)
         return True
     except OSError as error:
         raise ClusterddpError(f"{path}: cannot be written: {error.strerror}") from error

@@ -103,6 +103,21 @@ def read_usage(pid: int) -> tuple[float, int]:
     return ticks / os.sysconf("SC_CLK_TCK") + waited_s, moved
 
 
+def read_cpu_and_memory(pid: int) -> tuple[float, int, int]:
+    """Read the seconds of a core that a process has used, and the bytes of memory that it has: all, and not shared.
+
+    Zeros when it is gone, or not on Linux.
+    """
+    if not _LINUX:
+        return 0.0, 0, 0
+    fields = _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split()
+    pages = [int(word) for word in _read_or_nothing(f"/proc/{pid}/statm").split()[1:3]]
+    if len(fields) <= _CPU_FIELDS or len(pages) != 2:
+        return 0.0, 0, 0
+    page = os.sysconf("SC_PAGE_SIZE")
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK"), pages[0] * page, (pages[0] - pages[1]) * page
+
+
 def read_age_s() -> float:
     """Return the seconds since this process was started."""
     started = read_process(os.getpid()).started

@@ -1,4 +1,4 @@
-"""Hangs on purpose, and work that only looks like one: what a rank does in the 30th step, and what is said of it."""
+"""Hangs on purpose, and work that only looks like one: what a rank does in the 30th step, and what is reported."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ HANGS = ("sleeps", "stops", "spins", "skips", "loads", "locks")
 NO_HANGS = ("evaluates", "saves", "compiles")
 START_KIND = "wrong_size"
 """Every rank waits in its own init_process_group; no rank is the culprit."""
+SLOW_KIND = "drags"
+"""Each step of one rank takes longer: no hang, and the rank is reported as a straggler."""
 AFTER_S = 60.0
 """When a hang is due without `hang_after`."""
 SCRIPT = """\
@@ -52,6 +54,9 @@ def locks():
         threading.Thread(target=other, daemon=True).start()
         time.sleep(0.2)
         second.acquire()
+def drags():
+    global pause
+    pause = 0.1
 def evaluates():
     until = time.monotonic() + 90
     while time.monotonic() < until:
@@ -66,6 +71,7 @@ def compiles():
     if not began:
         evaluates()
 began = kind != "compiles"
+pause = 0
 dist.init_process_group("gloo", rank=rank, world_size=size + (kind == "wrong_size"))
 for number in range(100000):
     if rank == culprit and number == (30 if began else 0):
@@ -73,13 +79,13 @@ for number in range(100000):
             file.write(str(time.time()))
         globals()[kind]()
     step()
-    time.sleep(0.02 if number < 60 else 0.2)
+    time.sleep((0.02 if number < 60 else 0.2) + pause)
 """
 
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """What a run's history has of a hang."""
+    """What a run's history has of a hang, or of a straggler."""
 
     after_s: float
     """Seconds from the moment in which the culprit began; over SSH from the last sign of progress."""
@@ -106,12 +112,18 @@ def hang_events(run: RunDir) -> list[dict[str, Any]]:
 
 
 def seen_of(run: RunDir, began: Path) -> Seen | None:
-    """Return the first hang of a run; `began`: what the culprit has written, which stays on a host over SSH."""
-    events = hang_events(run)
-    if not events:
+    """Return the first hang, or straggler, of a run.
+
+    `began`: what the culprit has written, which stays on a host over SSH; a straggler counts from the start there.
+    """
+    rows = list(read_jsonl(run.events))
+    found = next((row for row in rows if row["event"] in {"hang", "straggler"}), None)
+    if found is None:
         return None
-    at = float(began.read_text()) if began.exists() else float(events[0]["since"])
-    return Seen(after_s=float(events[0]["time"]) - at, ranks=tuple(events[0]["ranks"]), text=str(events[0]["text"]))
+    start = next(row["time"] for row in rows if row["event"] == "attempt_started")
+    at = float(began.read_text()) if began.exists() else float(found.get("since", start))
+    ranks = tuple(found["ranks"]) if found["event"] == "hang" else (found["rank"],)
+    return Seen(after_s=float(found["time"]) - at, ranks=ranks, text=str(found["text"]))
 
 
 def await_seen(person: Person, run: RunDir, within_s: float) -> Seen | None:

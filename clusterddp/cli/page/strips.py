@@ -15,6 +15,9 @@ _MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT = 14.0, 280.0
 _MAX_BARS = 600
 _MAX_ATTEMPTS = 200
 _LETTER_WIDTH = 6.5
+_LONG_STEPS = (1.1, 1.25, 1.5, 2.0)
+"""Times the median, from which on a step has the next darker shade."""
+_MAX_SPANS = 2000
 _NICE_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800, 2592000)
 
 
@@ -55,9 +58,10 @@ def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, fl
         aria_labelledby=f"t{number} d{number}",
         class_="wide",
     )
-    return el(
-        "figure", el("figcaption", "Attempts and ranks over time"), el("div", picture, class_="scroll", tabindex="0")
-    )
+    caption = "Attempts and ranks over time"
+    if any(attempt.steps for attempt in attempts):
+        caption += "; darker where the steps of a rank, without its waiting for others, took longer"
+    return el("figure", el("figcaption", caption), el("div", picture, class_="scroll", tabindex="0"))
 
 
 def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
@@ -95,6 +99,7 @@ def _ranks(
             text = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
             begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
             bars.append(_bar(first.state, text, axis.span(first.started, first.ended), (begin, end)))
+        bars += _long_steps(attempt, axis, top, row)
     for moment, rank, ratio in stragglers[-_MAX_BARS // 4 :]:
         if 0 <= rank < count:
             text = f"rank {rank} takes {ratio:.2f} times as long as the others"
@@ -106,6 +111,38 @@ def _ranks(
         for rank in range(0, count, every)
     ]
     return join([*names, *bars]), top + count * row
+
+
+def _long_steps(attempt: AttemptSpan, axis: _Axis, top: float, row: float) -> list[Html]:
+    """Shade each rank's bar where its steps took longer than the median of all steps of the attempt."""
+    known = sorted(step for sample in attempt.steps for step in sample.step_ms if step)
+    if not known:
+        return []
+    median = known[len(known) // 2]
+    ends = [*(sample.time for sample in attempt.steps[1:]), attempt.ended]
+    spans: list[tuple[int, int, float, float]] = []
+    for rank in range(len(attempt.steps[0].step_ms)):
+        own: list[tuple[int, int, float, float]] = []
+        for sample, end in zip(attempt.steps, ends, strict=True):
+            level = sum((sample.step_ms[rank] or 0.0) >= times * median for times in _LONG_STEPS)
+            if own and own[-1][0] == level:
+                own[-1] = (*own[-1][:3], end)
+            else:
+                own.append((level, rank, sample.time, end))
+        spans += own
+    longest = sorted((span for span in spans if span[0]), reverse=True)[:_MAX_SPANS]
+    shades = []
+    for level, times in enumerate(_LONG_STEPS, start=1):
+        path = "".join(
+            f"M{left:.1f} {top + rank * row:.1f}h{right - left:.1f}v{row - (row > 4):.1f}h{left - right:.1f}z"
+            for of, rank, begin, end in longest
+            if of == level
+            for left, right in [axis.span(begin, end)]
+        )
+        if path:
+            text = f"steps of {times} times their median, {median:.3g} ms, or longer"
+            shades.append(el("path", el("title", text), d=path, class_=f"long{level}"))
+    return shades
 
 
 def _folded(ranks: Sequence[RankSpan], axis: _Axis, most: int) -> list[tuple[RankSpan, RankSpan]]:

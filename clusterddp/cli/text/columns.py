@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from clusterddp.cli.terminal import table
+from clusterddp.cli.terminal import cut, table, width_of
 
 _GAP = 2
 
@@ -27,20 +27,20 @@ class Column:
 
     @property
     def width(self) -> int:
-        return max(len(self.title), *map(len, self.cells))
+        return max(width_of(self.title), *map(width_of, self.cells))
 
     @property
     def least_width(self) -> int:
         return self.width if self.least is None else min(self.width, self.least)
 
     def cut(self, width: int) -> Column:
-        """Return the column with cells of at most `width` characters."""
-        cells = [cell if len(cell) <= width else f"{cell[: width - 2]}.." for cell in self.cells]
+        """Return the column with cells of at most `width` columns of the terminal."""
+        cells = [cell if width_of(cell) <= width else f"{cut(cell, width - 2)}.." for cell in self.cells]
         return dataclasses.replace(self, cells=cells)
 
 
 def lay_out(columns: Sequence[Column], *, room: int | None, indent: str = "") -> list[str]:
-    """Lay out columns as lines of at most `room` characters, if that can be; `room` None: all of them, uncut."""
+    """Lay out columns as lines of at most `room` columns of the terminal, if that can be; None: all of them, uncut."""
     shown = list(columns) if room is None else _fitting(list(columns), room - len(indent))
     painted = [[column.title, *map(column.paint or str, column.cells)] for column in shown]
     return table([list(row) for row in zip(*painted, strict=True)], indent=indent)

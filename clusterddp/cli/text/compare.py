@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from clusterddp.cli.terminal import duration, table
+from clusterddp.cli.terminal import cut, duration, table, width_of, wrapped
 from clusterddp.cli.text.states import state_text
 from clusterddp.look.compare import CodeDiff, Comparison, Difference
 from clusterddp.look.printable import printable
@@ -40,7 +40,7 @@ def compare_lines(compared: Comparison, *, columns: int | None) -> list[str]:
         for diff in compared.diffs:
             lines += _diff_lines(names[0], diff)
     if not lines:
-        lines = ["no difference in configuration, code, packages, hosts or machine", ""]
+        lines = [*wrapped("no difference in configuration, code, packages, hosts or machine", columns, indent=2), ""]
     lines += _result_lines(compared, columns or _PLAIN)
     return lines if columns is None else [_cut_line(line, columns) for line in lines]
 
@@ -93,7 +93,7 @@ def _lay_out(title: str, names: Sequence[str], cells: Sequence[Sequence[str]], c
     """Lay out keys and the values of runs; few runs are columns, many are rows, of as many tables as it takes."""
     rows = [[title, *map(printable, names)], *map(list, cells)]
     if len(names) <= _MOST_SIDE_BY_SIDE:
-        heading = max(len(row[0]) for row in rows)
+        heading = max(width_of(row[0]) for row in rows)
         width = max(8, min(_CELL, (columns - min(heading, _CELL)) // len(names) - 2))
         return table([[_shorten(row[0], _CELL), *(_shorten(cell, width) for cell in row[1:])] for row in rows])
     first = [_shorten(cell, _CELL) for cell in rows[0]]
@@ -110,7 +110,7 @@ def _lay_out(title: str, names: Sequence[str], cells: Sequence[Sequence[str]], c
 
 
 def _width(column: Sequence[str]) -> int:
-    return max(len(click.unstyle(cell)) for cell in column)
+    return max(map(width_of, column))
 
 
 def _percent(share: float) -> str:
@@ -123,10 +123,10 @@ def _cell(value: str | None) -> str:
 
 def _shorten(cell: str, width: int) -> str:
     """Cut the middle of a plain cell: paths and names differ at both ends."""
-    if len(click.unstyle(cell)) <= width or cell != click.unstyle(cell):
+    if width_of(cell) <= width or cell != click.unstyle(cell):
         return cell
     head = (width - 2) // 2
-    return f"{cell[:head]}..{cell[-(width - 2 - head) :]}"
+    return f"{cut(cell, head)}..{cut(cell[::-1], width - 2 - head)[::-1]}"
 
 
 def _diff_lines(first: str, diff: CodeDiff) -> list[str]:
@@ -152,6 +152,4 @@ def _colored(line: str) -> str:
 
 
 def _cut_line(line: str, columns: int) -> str:
-    """Shorten a line to so many columns, at its end, which has no colour."""
-    excess = len(click.unstyle(line)) - columns
-    return line if excess <= 0 else f"{line[: -excess - 3]}..."
+    return line if width_of(line) <= columns else f"{cut(line, columns - 3)}..."

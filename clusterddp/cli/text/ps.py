@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clusterddp.cli.terminal import duration, say, say_error, table
+from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.errors import SshError
 from clusterddp.look.cleanup import answers
 from clusterddp.look.printable import printable
@@ -20,18 +21,35 @@ if TYPE_CHECKING:
     from clusterddp.run.stored import Storage, Stored
 
 _PIDS_SHOWN = 6
+_ORPHANED = "orphaned"
 _KINDS = {"run": "run", "code": "snapshot of code", "package": "clusterddp", "remnant": "transfer that was cut off"}
 
 
-def process_lines(found: Mapping[str, list[RunHere] | SshError]) -> list[str]:
-    """Lay out the runs of each machine as one table; machines that did not answer follow."""
-    rows = [["HOST", "RUN", "STATE", "PROCESSES", "GPUS", "SINCE", "SUPERVISED BY"]]
+def process_lines(found: Mapping[str, list[RunHere] | SshError], *, columns: int | None = None) -> list[str]:
+    """Lay out the runs of each machine as one table in `columns`; machines that did not answer follow."""
+    rows = []
     for host, runs in found.items():
         if isinstance(runs, SshError):
             continue
         rows += [_row(host, run) for run in runs] or [[printable(host), "-", "nothing runs", "-", "-", "-", "-"]]
-    lines = table(rows) if len(rows) > 1 else []
-    return lines + failure_lines(found)
+    if not rows:
+        return failure_lines(found)
+    hosts, names, states, processes, gpus, since, supervisors = zip(*rows, strict=True)
+    several = len(set(hosts)) > 1
+    table_columns = [
+        Column(title="HOST", cells=hosts, gives_way=0 if several else 5, least=8),
+        Column(title="RUN", cells=names, least=14),
+        Column(title="STATE", cells=states, paint=_painted_state),
+        Column(title="PROCESSES", cells=processes, gives_way=1, least=9),
+        Column(title="GPUS", cells=gpus, gives_way=2),
+        Column(title="SINCE", cells=since, gives_way=3),
+        Column(title="SUPERVISED BY", cells=supervisors, gives_way=4, least=13),
+    ]
+    return lay_out(table_columns, room=columns) + failure_lines(found)
+
+
+def _painted_state(state: str) -> str:
+    return click.style(state, fg="red", bold=True) if state == _ORPHANED else state
 
 
 def failure_lines(found: Mapping[str, Any]) -> list[str]:
@@ -148,12 +166,10 @@ def cleanup_json(cleanup: Cleanup) -> dict[str, Any]:
 
 
 def _row(host: str, run: RunHere) -> list[str]:
-    left_over = run.answered_by is None
-    state = click.style("orphaned", fg="red", bold=True) if left_over else "running"
     return [
         printable(host),
         printable(run.label),
-        state,
+        _ORPHANED if run.answered_by is None else "running",
         _processes(run),
         ",".join(run.gpus) or "-",
         duration(run.age_s),

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from clusterddp.cli.terminal import duration, rank_span, table
+import click
+
+from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import state_text
 from clusterddp.look.printable import printable
+from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.look.ranks import RankStatus
+    from clusterddp.run.rank_usage import RankUsage
 
 
 def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
@@ -38,6 +43,7 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
             column("PID", [rank.pid for rank in ranks], 6),
             Column(title="STATE", cells=[rank.state for rank in ranks], paint=state_text),
             column("EXIT", [rank.exit_code for rank in ranks], 1),
+            *_usage_columns(ranks),
             *([column("OUTPUT", [_age(rank.last_output) for rank in ranks], 3)] if _any_output(ranks) else []),
             column("INTERFACE", [rank.interface for rank in ranks], 7),
             column("MASTER", [_master(rank) for rank in ranks], 8),
@@ -47,21 +53,80 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     )
 
 
-def node_table(ranks: Sequence[RankStatus]) -> list[str]:
+def _usage_columns(ranks: Sequence[RankStatus]) -> list[Column]:
+    """Lay out what ranks use, and how fast they are, as far as it is known of any of them."""
+
+    def column(title: str, what: Callable[[RankUsage], str | None], gives_way: int) -> Column:
+        cells = [(what(rank.usage) if rank.usage else None) or "-" for rank in ranks]
+        return Column(title=title, cells=cells, gives_way=gives_way)
+
+    steps = [_step_ms(rank.usage) if rank.usage else None for rank in ranks]
+    slow = [f"{each or '-'}{' slow' if rank.straggler else ''}" for rank, each in zip(ranks, steps, strict=True)]
+    columns = [
+        column("STEP", lambda usage: None if usage.step is None else str(usage.step), 3),
+        Column(title="MS/STEP", cells=slow, gives_way=1, paint=_paint_slow),
+        column("CPU", lambda usage: None if usage.cpu is None else f"{usage.cpu:.1f}", 4),
+        column("MEMORY", lambda usage: format_bytes(usage.memory) if usage.memory else None, 4),
+        column("GPU", lambda usage: None if usage.gpu is None else f"{usage.gpu:.0%}", 2),
+        column("GPU MEMORY", lambda usage: format_bytes(usage.gpu_memory) if usage.gpu_memory else None, 3),
+    ]
+    return [each for each in columns if set(each.cells) != {"-"}]
+
+
+def _step_ms(usage: RankUsage) -> str | None:
+    return None if usage.step_s is None else f"{usage.step_s * 1e3:.3g}"
+
+
+def _paint_slow(cell: str) -> str:
+    return click.style(cell, fg="yellow", bold=True) if cell.endswith("slow") else cell
+
+
+def node_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     """Lay out nodes, one a line, with the states of their ranks."""
-    rows = [["NODE", "HOST", "RANKS", "STATES"]]
+    rows = []
     for node_rank in sorted({rank.node_rank for rank in ranks}):
         of_node = [rank for rank in ranks if rank.node_rank == node_rank]
         states = Counter(rank.state for rank in of_node)
         rows.append(
-            [
+            (
                 str(node_rank),
                 printable(of_node[0].host),
                 rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
-                ", ".join(f"{count} {state_text(state)}" for state, count in states.most_common()),
-            ]
+                ", ".join(f"{count} {state}" for state, count in states.most_common()),
+                *_usage_of([rank.usage for rank in of_node if rank.usage]),
+            )
         )
-    return table(rows, indent="  ")
+    nodes, hosts, spans, states_of, steps, cores, memory, gpus = zip(*rows, strict=True)
+    shown = [
+        Column(title="NODE", cells=nodes),
+        Column(title="HOST", cells=hosts, gives_way=1, least=8),
+        Column(title="RANKS", cells=spans),
+        Column(title="STATES", cells=states_of, least=12, paint=_painted_states),
+        Column(title="MS/STEP", cells=steps, gives_way=2),
+        Column(title="CPU", cells=cores, gives_way=5),
+        Column(title="MEMORY", cells=memory, gives_way=4),
+        Column(title="GPU", cells=gpus, gives_way=3),
+    ]
+    return lay_out([each for each in shown if set(each.cells) != {"-"}], room=columns, indent="  ")
+
+
+def _painted_states(cell: str) -> str:
+    return re.sub("[A-Z_]+", lambda match: state_text(match[0]), cell)
+
+
+def _usage_of(ranks: Sequence[RankUsage]) -> list[str]:
+    """Sum up what the ranks of a node use: their steps, cores, memory, and how busy their GPUs are."""
+    steps = sorted(rank.step_s * 1e3 for rank in ranks if rank.step_s is not None)
+    cores = [rank.cpu for rank in ranks if rank.cpu is not None]
+    memory = [rank.memory for rank in ranks if rank.memory]
+    gpus = [rank.gpu for rank in ranks if rank.gpu is not None]
+    low, high = (f"{steps[place]:.3g}" for place in (0, -1)) if steps else ("-", "-")
+    return [
+        low if low == high else f"{low}-{high}",
+        f"{sum(cores):.1f}" if cores else "-",
+        format_bytes(sum(memory)) if memory else "-",
+        f"{sum(gpus) / len(gpus):.0%}" if gpus else "-",
+    ]
 
 
 def _master(rank: RankStatus) -> str | None:

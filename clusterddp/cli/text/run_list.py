@@ -16,6 +16,8 @@ from clusterddp.look.printable import printable
 if TYPE_CHECKING:
     from clusterddp.look.status import RunSummary
 
+_LEAST_NAME = 22
+"""To so much a name is cut where nothing else gives way; commands take the beginning of a name."""
 _RANK_OF_ERROR = re.compile(r"rank \d+ on \S+: ")
 
 
@@ -29,7 +31,7 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
 def _columns(summaries: Sequence[RunSummary], now: float, *, names: bool, short: bool) -> list[Column]:
     accuracies = [summary.progress.accuracy if summary.progress else None for summary in summaries]
     columns = [
-        Column(title="RUN", cells=[printable(run.run) for run in summaries]),
+        Column(title="RUN", cells=[printable(run.run) for run in summaries], least=_LEAST_NAME),
         Column(title="VARIANT", cells=[printable(run.variant) or "-" for run in summaries], gives_way=1, least=10),
         Column(title="NAME", cells=[printable(run.name) for run in summaries], gives_way=4, least=8),
         Column(title="STATE", cells=[run.state.value for run in summaries], paint=state_text),

@@ -73,7 +73,7 @@ def status_lines(
     if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
         lines += rank_table(status.ranks, columns)
     else:
-        lines += node_table(status.ranks)
+        lines += node_table(status.ranks, columns)
     if status.root_cause:
         lines += ["", *root_cause_lines(status.root_cause, run, columns=columns)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.metrics import reached
 from clusterddp.train.group import Group, sum_over_ranks
 from clusterddp.train.report.flops import count_flops, read_peak
 from clusterddp.train.report.step_clock import StepClock
@@ -136,6 +137,7 @@ class Meter:
             read_memory_peak_mb(group.device),
             self._num_devices * peak.tflop_per_s if peak else 0.0,
         ]
+        reached.step, reached.own_step_s = last_step, own[0] / 1e3
         rows = torch.zeros(group.world_size, len(own), dtype=torch.float64)
         rows[group.rank] = torch.tensor(own, dtype=torch.float64)
         sums = torch.cat((window.losses, window.hits, rows.flatten().to(group.device, non_blocking=True)))

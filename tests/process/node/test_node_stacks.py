@@ -7,6 +7,7 @@ import os
 import signal
 
 from clusterddp.node.rank_probe import find_memory, takes_signal
+from clusterddp.run.rank_usage import UsageReport, read_usage_report
 from clusterddp.run.stack_folding import Folded, fold
 from clusterddp.run.stacks import RankStack, StackReport, read_report, request_stacks
 from tests.support.gang_runs import GangRun, running
@@ -45,6 +46,10 @@ def folded(gang: GangRun) -> Folded:
     return fold(stacks_of(gang))
 
 
+def usage_of(gang: GangRun) -> UsageReport | None:
+    return read_usage_report(gang.attempt())
+
+
 def events_of(gang: GangRun, kind: str) -> list[dict[str, object]]:
     rows = [json.loads(line) for line in gang.run.events.read_text().splitlines()] if gang.run.events.exists() else []
     return [row for row in rows if row["event"] == kind]
@@ -74,6 +79,20 @@ def test_a_rank_that_sleeps_while_the_others_reduce_is_named_and_ends_the_run(tm
         assert "rank 1 on host0 is in <module> (program.py:" in cause.error
         assert [event["ranks"] for event in events_of(gang, "hang")] == [[1]]
         assert read_report(gang.attempt(), "hang-0") is not None
+
+
+def test_a_rank_for_which_the_others_wait_is_named_though_its_script_reports_nothing(tmp_path):
+    slow = "up()\nwhile True:\n    time.sleep(0.15 if rank == 3 else 0.05)\n    step()\n"
+    with running(tmp_path, GROUP + slow) as gang:
+        gang.await_up()
+        seen = wait_until(lambda: (now := usage_of(gang)) and now.stragglers and now, what=gang.logs)
+        (straggler,) = seen.stragglers
+        assert (straggler.rank, straggler.host) == (3, "host1")
+        assert 0.05 < straggler.late_s < straggler.period_s
+        first, last = seen.ranks[0], seen.ranks[3]
+        assert first.step_s < 0.7 * last.step_s
+        assert last.memory > 64 << 20
+        assert [event["rank"] for event in events_of(gang, "straggler")] == [3]
 
 
 def test_a_rank_whose_c_code_holds_the_gil_has_a_stack_and_does_not_answer(tmp_path):

@@ -3,13 +3,16 @@
 import json
 import os
 import signal
+import sys
 import time
 
 import pytest
 
 from clusterddp.node.attempt import NEVER_ASKED
+from clusterddp.run.gang import Entry
+from clusterddp.run.stop import request_stop
 from clusterddp.system.files import write_json
-from tests.support.gang_runs import running
+from tests.support.gang_runs import make_gang, running, started
 from tests.support.waiting import PATIENCE, wait_until
 
 UNTIL_STOP = "until_stop()"
@@ -115,6 +118,45 @@ def test_a_program_that_never_asked_and_ended_well_may_have_completed(tmp_path, 
         gang.attempt().stop_file.touch()
         gang.await_end()
         assert (gang.end().outcome, gang.end().warning) == ("STOPPED", "" if asks else NEVER_ASKED)
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "ends"),
+    [
+        ("script", "", [("COMPLETED", False)]),
+        ("command", "", [("COMPLETED", False)]),
+        ("script", "import clusterddp; clusterddp.should_stop()", [("STOPPED", True), ("COMPLETED", False)]),
+        ("script", "# looks for $CLUSTERDDP_STOP_FILE", [("STOPPED", True), ("COMPLETED", False)]),
+    ],
+)
+def test_only_a_program_that_takes_part_in_the_stop_contract_is_restarted_after_exit_code_0(tmp_path, kind, more, ends):
+    script = tmp_path / "train.py"
+    script.write_text(
+        f"import os, sys, time\n{more}\n"
+        "while os.environ['CLUSTERDDP_ATTEMPT'] == '0' and not os.path.exists(sys.argv[1]): time.sleep(0.02)\n"
+    )
+    asked = str(tmp_path / "run" / "attempts" / "0" / "STOP")
+    words = {"target": sys.executable, "words": (str(script),)} if kind == "command" else {"target": str(script)}
+    entry = Entry(kind=kind, args=(asked,), working_dir=str(tmp_path), **words)
+    with started(tmp_path, make_gang(tmp_path, "", entry=entry, nodes=1, time_limit_s=8.0, restarts=1)) as gang:
+        gang.await_end()
+        found = [gang.end(number) for number in range(len(ends))]
+        assert [(end.outcome, end.will_restart) for end in found] == ends
+        assert not gang.attempt(len(ends)).path.exists()
+
+
+def test_a_script_that_never_asked_has_completed_and_its_end_names_the_request(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text("import sys, time, pathlib\nwhile not pathlib.Path(sys.argv[1]).exists(): time.sleep(0.02)\n")
+    stop_file = tmp_path / "run" / "attempts" / "0" / "STOP"
+    entry = Entry(kind="script", target=str(script), args=(str(stop_file),), working_dir=str(tmp_path))
+    with started(tmp_path, make_gang(tmp_path, "", entry=entry)) as gang:
+        wait_until(lambda: len(gang.ranks()) == 4, what="rank records")
+        request_stop(stop_file, "cancel --save")
+        gang.await_end()
+        end = gang.end()
+        assert (end.outcome, end.warning) == ("COMPLETED", "")
+        assert end.reason == "ranks 0-3 left with exit code 0, not because of the request to stop (cancel --save)"
 
 
 def test_a_rank_that_fails_while_stopping_fails_the_run_without_a_restart(tmp_path):

@@ -49,6 +49,7 @@ def test_over_ssh_a_rank_that_sleeps_on_the_second_host_is_named_by_the_command_
     assert "and has not entered all_reduce #" in first["place"]
     status = wait_until(lambda: (seen := ssh_place.status(run))["hang"] and seen, 60)
     assert (status["state"], status["hang"]["ranks"]) == ("RUNNING", [3])
+    assert all(rank["usage"]["memory"] > 64 << 20 for rank in status["ranks"])
     ssh_place.clusterddp("cancel", run.name)
     ssh_place.await_gone(ssh_place.record(run).token)
 

@@ -15,7 +15,7 @@ import pytest
 from clusterddp import __version__
 from clusterddp.cli import main as main_module
 from clusterddp.cli.main import cli, main
-from clusterddp.cli.terminal import Terminal
+from clusterddp.cli.terminal import Terminal, cut, table, width_of
 from clusterddp.errors import Problem, SpecError
 from tests.support.handmade_runs import make_run
 
@@ -258,3 +258,26 @@ def test_the_module_is_the_command() -> None:
 def test_an_unknown_option_of_submit_names_the_key_of_an_argument(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["submit", "job.yaml", "--lr", "0.1"]) == 2
     assert "hint: entry.args.lr=... sets --lr of your program; clusterddp submit --help" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("text", "columns", "shown"),
+    [
+        ("plain text", 5, "plain"),
+        ("\u5b66\u7fd2\u5b9f\u9a13", 5, "\u5b66\u7fd2"),
+        ("e\u0301te\u0301", 2, "e\u0301t"),
+        (click.style("+ added", fg="green") + " after", 4, click.style("+ ad", fg="green")),
+    ],
+)
+def test_a_text_is_cut_by_the_columns_that_a_terminal_gives_it(text: str, columns: int, shown: str) -> None:
+    assert cut(text, columns) == shown
+    assert width_of(shown) <= columns
+
+
+def test_columns_of_wide_characters_stand_below_each_other() -> None:
+    lines = table([["NAME", "STATE"], ["\u5b66\u7fd2", "RUNNING"], ["a\tb\n", "FAILED"]])
+    assert [click.unstyle(line) for line in lines] == [
+        "NAME        STATE",
+        "\u5b66\u7fd2        RUNNING",
+        r"a\x09b\x0a  FAILED",
+    ]

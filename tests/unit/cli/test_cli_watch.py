@@ -19,6 +19,8 @@ from clusterddp.cli.main import main
 from clusterddp.cli.text import progress as progress_text
 from clusterddp.cli.text.progress import progress_lines
 from clusterddp.run.directory import RunDir
+from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.rank_usage import RankUsage, Straggler, UsageReport, write_usage
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
 from clusterddp.run.view import RunState, RunView
@@ -183,6 +185,35 @@ def test_a_running_run_shows_its_losses_and_when_each_rank_last_wrote(
     text = capfd.readouterr().out
     assert "  loss \u2588\u2584\u2583\u2582\u2582\u2581\u2581\u2581 2 to 0.25\n" in text
     assert re.search(r"OUTPUT .*\n.* - .*\n.* (90s|1m30s|1m 30s) ago", text), text
+
+
+def test_a_running_run_shows_what_its_ranks_use_and_marks_the_one_that_the_others_wait_for(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    run = make_run(runs_dir)
+    attempt = start_attempt(run)
+    straggler = Straggler(rank=1, host="gpu02", late_s=0.0412, period_s=0.13)
+    ranks = (
+        RankUsage(rank=0, cpu=1.02, memory=3 << 30, step=812, step_s=0.0891),
+        RankUsage(rank=1, cpu=0.5, memory=2 << 30, gpu=0.97, gpu_memory=70 << 30, step=812, step_s=0.13, late_s=0.0412),
+    )
+    write_usage(attempt, UsageReport(time=time.time(), ranks=ranks, period_s=0.13, stragglers=(straggler,)))
+    assert main(["status"]) == 0
+    text = capfd.readouterr().out
+    waits = "rank 1 on gpu02 is a straggler: the others wait 41.2 ms of each step of 130 ms (32%)"
+    assert f"  warning: {waits}\n" in text
+    title, first, second = [line for line in text.splitlines() if line.startswith("  RANK") or "RUNNING  " in line][-3:]
+    assert re.search(r"STEP +MS/STEP +CPU +MEMORY +GPU +GPU MEMORY", title)
+    assert re.search(r"812 +89.1 +1.0 +3.0 GiB +- +-", first)
+    assert re.search(r"812 +130 slow +0.5 +2.0 GiB +97% +70 GiB", second)
+    assert main(["status", "-o", "json"]) == 0
+    status = json.loads(capfd.readouterr().out)
+    assert [rank["straggler"] for rank in status["ranks"]] == [False, True]
+    usage = status["ranks"][1]["usage"]
+    assert (usage["gpu"], usage["late_s"], status["warning"]) == (0.97, 0.0412, waits)
+    write_end(attempt, AttemptEnd(outcome="COMPLETED", reason="all ranks ended with exit code 0"))
+    assert main(["status"]) == 0
+    assert "MS/STEP" not in capfd.readouterr().out
 
 
 def test_a_program_without_checkpoints_is_repeated(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import re
+import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
+import click
 import pytest
 
 from clusterddp.cli.help_ import TOPICS
-from clusterddp.cli.main import _COMMANDS, main
+from clusterddp.cli.main import _COMMANDS, WITHOUT_JSON, cli, main
+from tests.support.worker_ranks import demand
 
 ROOT = Path(__file__).resolve().parents[3]
 OWN_VARIABLE = re.compile(r"\bCLUSTERDDP_[A-Z]+(?:_[A-Z]+)*\b")
@@ -42,6 +48,48 @@ def test_the_picture_of_the_plan_has_its_ranks_and_changed_values() -> None:
     text = re.sub(r"<[^>]+>", "", (ROOT / "docs/pictures/plan.svg").read_text()).replace("&#160;", " ")
     assert "2 nodes x 8 = 16 ranks" in text
     assert "train.checkpoint_every=10" in text
+
+
+def commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
+    """List the commands that do something, such as `hosts check`."""
+    context = click.Context(group)
+    for name in group.list_commands(context):
+        command = group.get_command(context, name)
+        if isinstance(command, click.Group):
+            yield from ((f"{name} {below}", each) for below, each in commands(command))
+        elif command:
+            yield name, command
+
+
+def test_every_command_prints_json_or_the_page_says_why_not(docs_records: ModuleType) -> None:
+    choices = {
+        name: [getattr(param.type, "choices", ()) for param in command.params if param.name == "output"]
+        for name, command in commands(cli)
+    }
+    able = {name for name, found in choices.items() if found and "json" in found[0]}
+    assert set(choices) - able == set(WITHOUT_JSON)
+    assert {
+        name: call for name in able if not (call := [form for form in docs_records.FORMS if is_of(form, name)])
+    } == {}
+
+
+def is_of(call: str, command: str) -> bool:
+    return f"{call} ".startswith(f"{command} ")
+
+
+def test_jq_reads_each_example(docs_records: ModuleType) -> None:
+    jq = demand("jq")
+    wrong_filter = 3
+    for line in docs_records.jq_examples():
+        words = [jq, "-n", *shlex.split(line.partition("| jq ")[2])]
+        done = subprocess.run(words, capture_output=True, text=True, check=False)
+        assert done.returncode != wrong_filter, line + done.stderr
+
+
+@pytest.fixture
+def docs_records(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "tools"))
+    return importlib.import_module("docs_records")
 
 
 @pytest.mark.parametrize("topic", TOPICS)

@@ -30,6 +30,8 @@ RANK_KEYS = [
     "state",
     "exit_code",
     "last_output",
+    "usage",
+    "straggler",
 ]
 
 

@@ -153,6 +153,16 @@ def test_a_library_that_is_missing_is_named_with_the_command(
     assert not (run.path / "relay").exists()
 
 
+def test_a_relay_prints_what_it_copied_as_json(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
+    log(run, 1, 2)
+    assert main(["relay", str(run.path), "--to", "tensorboard", "-o", "json"]) == 0
+    copied = json.loads(capfd.readouterr().out)
+    (row,) = copied.pop("runs")
+    assert copied == {"schema": 1, "tracker": "tensorboard"}
+    assert row.pop("where")
+    assert row == {"run": run.name, "state": read_state(run).state.value, "new_rows": 2}
+
+
 def test_every_tracker_has_a_module() -> None:
     from clusterddp.cli.relay import _TRACKERS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import grp
 import json
 import os
 import subprocess
@@ -125,6 +126,21 @@ def test_the_parents_that_the_group_cannot_enter_are_named_with_the_remedy(run: 
 def test_a_group_that_does_not_exist_is_refused(run: RunDir, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["share", str(run.path), "--group", "no-such-group"]) == 2
     assert "there is no group no-such-group" in capfd.readouterr().err
+
+
+def test_share_prints_who_can_read_the_run_as_json(
+    run: RunDir, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    tmp_path.chmod(0o700)
+    group = grp.getgrgid(os.stat(run.path).st_gid).gr_name
+    assert main(["share", str(run.path), "--group", group, "-o", "json"]) == 0
+    out, err = capfd.readouterr()
+    shared = json.loads(out)
+    assert {"directory": str(tmp_path), "fix": f"chmod g+x {tmp_path}"} in shared.pop("closed")
+    facts = {"schema": 1, "run": run.name, "run_dir": str(run.path)}
+    assert (shared, err) == (facts | {"group": group, "unfinished": False}, "")
+    assert main(["share", str(run.path), "--private", "-o", "json"]) == 0
+    assert json.loads(capfd.readouterr().out) == facts | {"group": None, "closed": [], "unfinished": False}
 
 
 @pytest.mark.root

@@ -17,9 +17,10 @@ from clusterddp.launchers.state import read_state
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
+from clusterddp.run.gang import Entry
 from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
-from clusterddp.run.stop import looking_at, request_stop
+from clusterddp.run.stop import looking_at, may_look_for_file, request_stop
 from clusterddp.run.view import RunState
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
@@ -291,3 +292,44 @@ def test_the_stop_file_is_looked_for_by_time_not_as_often_as_it_is_asked_for(tmp
     assert not requested()
     now[0] += 0.1
     assert requested()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "may"),
+    [
+        ("train.py", "print('trains')", False),
+        ("train.py", "os.environ['CLUSTERDDP_STOP_FILE']", True),
+        ("lib/deep/loop.py", "os.environ['CLUSTERDDP_STOP_FILE']", True),
+        ("data.bin", "x", False),
+    ],
+)
+def test_a_program_may_look_for_the_stop_file_when_its_code_names_the_variable(
+    tmp_path: Path, name: str, text: str, may: bool
+) -> None:
+    code = tmp_path / "code"
+    (code / name).parent.mkdir(parents=True)
+    (code / name).write_text(text)
+    os.mkfifo(code / "pipe")
+    entry = Entry(kind="script", target=str(code / "train.py"), working_dir=str(tmp_path), code_dir=str(code))
+    assert may_look_for_file(entry) is may
+
+
+def test_a_command_may_look_for_the_stop_file_when_its_words_or_the_file_that_they_name_do(tmp_path: Path) -> None:
+    (tmp_path / "train.sh").write_text('while [ ! -e "$CLUSTERDDP_STOP_FILE" ]; do ./step; done')
+    for target, words, may in (
+        ("bash", ("train.sh",), True),
+        ("bash", ("other.sh",), False),
+        ("until [ -e $CLUSTERDDP_STOP_FILE ]; do ./step; done", (), True),
+        ("./step " * 1000, (), False),
+    ):
+        entry = Entry(kind="command", target=target, words=words, working_dir=str(tmp_path))
+        assert may_look_for_file(entry) is may, target
+
+
+def test_code_that_is_too_much_to_read_may_look_for_the_stop_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterddp.run.stop._MAX_FILES", 3)
+    for number in range(5):
+        (tmp_path / f"{number}.py").touch()
+    assert may_look_for_file(Entry(kind="script", target="0.py", working_dir="/", code_dir=str(tmp_path))) is True

@@ -31,7 +31,7 @@ def _anew(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     for name in [name for name in os.environ if name.startswith("CLUSTERDDP_")] + ["RANK", "WORLD_SIZE"]:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(report, "reached", report.Reached())
+    monkeypatch.setattr(report, "reached", metrics.Reached())
     yield
     if report._report.cache_info().currsize:
         report._report().close()
