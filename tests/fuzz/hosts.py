@@ -145,14 +145,14 @@ def mirrored(root: Path) -> Target:
             is_head=True, fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
         asks = [{"name": host_run.name, "token": TOKEN, "seen": ""}]
-        answer = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
-        if answer is None:
+        listed = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
+        if listed is None:
             return
-        host_run = host_run.wanting_from(newest_attempt(run, answer["files"] or {}))
-        records = download_records(session, host_run, answer["files"] or {})
+        host_run = host_run.wanting_from(newest_attempt(run, listed["files"] or {}))
+        records = download_records(session, host_run, listed["files"] or {})
         if records.problem is None:
-            update_reports(run, [report_of(host_run, answer, answer["files"] or {})])
-            download_large(session, host_run, answer["files"] or {}, lambda text: None)
+            update_reports(run, [report_of(host_run, listed, listed["files"] or {})])
+            download_large(session, host_run, listed["files"] or {}, lambda text: None)
         read_status(run)
 
     return Target(name="a run that is downloaded", examples=[Example(value=b"", what=None)], read=read)
