@@ -100,9 +100,9 @@ def measure_deep(directory: Path, gpus: int, *, cpu: bool) -> dict[str, Any]:
     command = [sys.executable, "-m", "clusterddp", "doctor", "deep.yaml", "--job", "--deep", "--report", "deep"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=directory, env=environ, text=True, capture_output=True, check=False)
-    told = directory / "deep.json"
-    found = {} if told.exists() else {"error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
-    return {"healthy": done.returncode == 0} | (json.loads(told.read_text()) if told.exists() else found)
+    report = directory / "deep.json"
+    found = {} if report.exists() else {"error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
+    return {"healthy": done.returncode == 0} | (json.loads(report.read_text()) if report.exists() else found)
 
 
 def run_tests(directory: Path) -> dict[str, Any]:

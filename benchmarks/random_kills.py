@@ -42,9 +42,9 @@ def main() -> int:
     wrong = 0
     with tempfile.TemporaryDirectory() as directory:
         for number in range(count):
-            told, right = play(chance, Path(directory))
+            line, right = play(chance, Path(directory))
             wrong += not right
-            print(f"{number:3d}  {'ok   ' if right else 'WRONG'}  {told}", flush=True)
+            print(f"{number:3d}  {'ok   ' if right else 'WRONG'}  {line}", flush=True)
     print(f"{count - wrong} of {count} right (seed {seed})")
     return 1 if wrong else 0
 

@@ -105,8 +105,8 @@ def await_step(rack: Rack, log: Path) -> float:
         if made and not rack.run("head", ["squeue", "-h"]).stdout.strip():
             return made
         time.sleep(0.1)
-    told = log.read_text()[-2000:] if log.exists() else "nothing was written"
-    raise SystemExit(f"no first step in {log}:\n{told}")
+    text = log.read_text()[-2000:] if log.exists() else "nothing was written"
+    raise SystemExit(f"no first step in {log}:\n{text}")
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ exec strace -o /dev/null -e inject=recvfrom:error=ECONNRESET:when=5 /usr/bin/sba
 NUM_WORKERS = 3
 QUIET_S = 40.0
 """Longer than a run whose job is gone may be called UNKNOWN."""
-TOLD = {"FAILED", "CANCELLED", "LOST"}
+ENDED = {"FAILED", "CANCELLED", "LOST"}
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Chaos:
     done: Counter[str] = field(default_factory=Counter)
     lock: threading.Lock = field(default_factory=threading.Lock)
     usual_s: float = 2.0
-    """How long the last submits took that nobody disturbed: the moment of a kill is drawn from it."""
+    """How long the last submits took that no fault disturbed: the moment of a kill is drawn from it."""
 
     @property
     def place(self) -> Path:
@@ -146,7 +146,7 @@ def judge(chaos: Chaos) -> list[str]:
             wrong.append(f"{run['run']}: doubled, it has {num_jobs} jobs")
         elif num_jobs == 1 and run["state"] != "PENDING":
             wrong.append(f"{run['run']}: has a job and is {run['state']} ({run['reason']})")
-        elif num_jobs == 0 and (run["state"] not in TOLD or not run["reason"]):
+        elif num_jobs == 0 and (run["state"] not in ENDED or not run["reason"]):
             wrong.append(f"{run['run']}: lost, it has no job and is {run['state']} ({run['reason']})")
     wrong += [f"job .{tag}: belongs to no run" for tag in jobs if tag not in tags]
     return wrong

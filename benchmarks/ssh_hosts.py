@@ -81,7 +81,7 @@ assert {answer.exit_code for answer in answers} == {0}
 print(json.dumps({"threads": 1, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
 """
 MAX_LOOP = 64
-"""More hosts are not gone through one after the other: it tells nothing new, and takes minutes."""
+"""More hosts are not gone through one after the other: it shows nothing new, and takes minutes."""
 SPEC = """\
 name: many
 launcher: ssh
@@ -149,9 +149,9 @@ class Bench:
         variables = self.person.variables() | {"PYTHONDONTWRITEBYTECODE": ""}
         done = self.person.rack.run(HEAD, argv, env=variables, cwd=self.place.path, timeout_s=900, stdin=stdin)
         wall_s, after = time.monotonic() - start, os.times()
-        told = json.loads(done.stdout.splitlines()[-1]) if '"threads"' in done.stdout else {}
+        facts = json.loads(done.stdout.splitlines()[-1]) if '"threads"' in done.stdout else {}
         cpu_s = sum(after[2:4]) - sum(before[2:4])
-        return Row(wall_s=wall_s, cpu_s=cpu_s, **told)
+        return Row(wall_s=wall_s, cpu_s=cpu_s, **facts)
 
     def others(self, command: str) -> dict[str, Callable[[], Row]]:
         """List the ways to run a command on all hosts."""

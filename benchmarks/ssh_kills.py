@@ -7,7 +7,7 @@ supervisor, a guard, a supervisor with its guard, the command that submits (in t
 connection, the one that listens, the power of a host, a cable for 60 s; on the first host or the other, during the
 start or later; VICTIM names some of them. Right is, within 20 s, and 45 s where a host is lost: no process of the run
 on any host that is on, a host whose cable is pulled included, or, where the run has to bear it, the same ranks as
-before; and a `status` asked for in that time tells the right state and cause (it waits 5 s for a host that is silent).
+before; and a `status` asked for in that time prints the right state and cause (it waits 5 s for a host that is silent).
 One line of JSON per kill, a summary at the end; on standard error all logs of what was borne otherwise.
 tests/support/ssh_kills.py holds the rules. A guard is two processes, of which one is killed.
 """

@@ -9,7 +9,7 @@ both hosts have a docker0 with the same address. clusterddp: `submit` in a direc
 before the command; it is the same for all hosts of a rack. Pairs are run in turns, the order within a pair alternates;
 the figure is the median of the pairs' ratios.
 
-`--phases` also tells what a submit spends its time on: every question to the hosts, and the marks of the ranks.
+`--phases` also prints what a submit spends its time on: every question to the hosts, and the marks of the ranks.
 """
 
 from __future__ import annotations
@@ -186,7 +186,7 @@ def main() -> None:
             ratios.append(ours[-1]["step"] / theirs[-1]["step"])
             print(f"clusterddp {spell(ours[-1])}   by hand {spell(theirs[-1])}   {ratios[-1]:.3f}", flush=True)
         if arguments.phases:
-            for start, took_s, what in told(bench):
+            for start, took_s, what in phases_of(bench):
                 print(f"{start:7.3f} s  {took_s:7.3f} s  {what}")
     for name, rows in (("clusterddp", ours), ("by hand", theirs)):
         medians = {mark: statistics.median(row[mark] for row in rows) for mark in rows[0]}
@@ -201,7 +201,7 @@ def spell(marks: dict[str, float]) -> str:
     return "  ".join(f"{mark} {when_s:.2f}" for mark, when_s in marks.items())
 
 
-def told(bench: Bench) -> Iterator[tuple[float, float, str]]:
+def phases_of(bench: Bench) -> Iterator[tuple[float, float, str]]:
     print(spell(bench.with_clusterddp(phases=True)))
     first = float(bench.rows[0][0])
     for start, took_s, what in bench.rows:

@@ -78,8 +78,8 @@ def measure(rack: Rack, argv: list[str]) -> dict[str, float]:
     start = time.monotonic()
     done = rack.run("head", argv, env={"PYTHONPATH": str(ROOT)}, timeout_s=300)
     wall_s = time.monotonic() - start
-    told = json.loads(done.stdout) if done.stdout.startswith("{") else {}
-    return {"wall_s": wall_s, **told}
+    facts = json.loads(done.stdout) if done.stdout.startswith("{") else {}
+    return {"wall_s": wall_s, **facts}
 
 
 if __name__ == "__main__":

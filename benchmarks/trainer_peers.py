@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 
 class Clock:
-    """Is told of every finished step; the first `warm_steps` do not count. Losses were read, so nothing is pending."""
+    """Receives every finished step; the first `warm_steps` do not count. Losses were read, so nothing is pending."""
 
     def __init__(self, warm_steps: int, steps: int) -> None:
         self.warm_steps, self.steps = warm_steps, steps

@@ -83,12 +83,12 @@ class Peers:
             words += ["--kuangliu", clone]
         # Lightning starts its other processes itself; Accelerate's are started as its pages say, by torchrun.
         gang = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        starter = gang if ranks > 1 and name != "lightning" else []
+        agent = gang if ranks > 1 and name != "lightning" else []
         script = [str(ROOT / "benchmarks" / "trainer_peers.py"), *map(str, words)]
         environ = {"PATH": "/usr/bin:/bin", "HOME": str(self.path), "OMP_NUM_THREADS": str(threads)}
         try:
             done = subprocess.run(
-                [str(self._python), *starter, *script],
+                [str(self._python), *agent, *script],
                 env=environ | {"GLOO_SOCKET_IFNAME": "lo"},
                 capture_output=True,
                 text=True,

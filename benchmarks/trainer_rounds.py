@@ -77,8 +77,8 @@ def say(text: str) -> None:
 
 def spell(turn: Turn) -> str:
     speed = "" if turn.images_per_s is None else f"{turn.images_per_s:8.1f} img/s {turn.step_ms:8.1f} ms/step"
-    told = {key: turn.facts[key] for key in ("precision", "comm", "loss", "train_loss") if key in turn.facts}
-    return speed + "".join(f"  {key} {_short(value)}" for key, value in told.items())
+    facts = {key: turn.facts[key] for key in ("precision", "comm", "loss", "train_loss") if key in turn.facts}
+    return speed + "".join(f"  {key} {_short(value)}" for key, value in facts.items())
 
 
 def ratios(over: Mapping[str, Any], under: Mapping[str, Any], *, key: str = "images_per_s") -> list[float]:
@@ -109,7 +109,7 @@ def write_result(results: Path, part: str, played: Mapping[str, Any], **settings
 
 
 def describe_machine() -> dict[str, Any]:
-    """Tell what a figure depends on, and nothing that names the machine."""
+    """Write what a figure depends on, and nothing that names the machine."""
     processor, flags = platform.processor() or platform.machine(), set[str]()
     cpuinfo = Path("/proc/cpuinfo")
     for line in cpuinfo.read_text().splitlines() if cpuinfo.exists() else ():

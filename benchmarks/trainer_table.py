@@ -124,7 +124,7 @@ def _gpu_recipes(result: Result) -> Iterator[str]:
 
 
 def gpu_check_rows(report: Result) -> Iterator[str]:
-    """Lay out what `make gpu-check` found on somebody's GPUs."""
+    """Lay out what `make gpu-check` found on a user's GPUs."""
     deep, machine = report["deep"], report["machine"]
     found = {each["probe"]: each["found"] for each in deep.get("findings", ()) if each["rank"] == 0 and each["found"]}
     environment = found.get("environment", {})

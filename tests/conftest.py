@@ -61,7 +61,7 @@ def demand_rack(*, accounting: bool) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """Keep the key of the user's seal apart from that of whoever runs the tests."""
+    """Keep the key of the user's seal apart from that of the user who runs the tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_STATE_HOME", str(tmp_path_factory.mktemp("state")))
         yield
@@ -102,7 +102,7 @@ def hosts(needs_rack: None) -> Iterator[Rack]:
 
 @pytest.fixture
 def person(hosts: Rack) -> Iterator[SshPerson]:
-    """Somebody on their head, with a ~/.ssh of the test's own."""
+    """A user on their head, with a ~/.ssh of the test's own."""
     with own_ssh_dir(hosts) as person:
         yield person
 

@@ -38,7 +38,7 @@ def check_cluster(
     *,
     with_job: bool,
     timeout_s: float,
-    tell: Callable[[str], None],
+    report: Callable[[str], None],
 ) -> list[Check]:
     """Check this machine and its cluster, for a spec if there is one; `with_job`: also nodes, within `timeout_s`."""
     job = resolved.job if resolved else None
@@ -51,7 +51,7 @@ def check_cluster(
     if with_job:
         request = _job_request(job, environ)
         try:
-            answer = run_job(request, runs_dir=runs_dir.absolute(), environ=environ, timeout_s=timeout_s, tell=tell)
+            answer = run_job(request, runs_dir=runs_dir.absolute(), environ=environ, timeout_s=timeout_s, report=report)
         except PreflightError as error:
             refused = red(error.message, error.hint or "the output of sbatch has the reason")
             return [*checks, Check(name="job", results={here.host: refused})]

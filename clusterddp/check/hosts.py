@@ -48,7 +48,7 @@ class Clock:
 
 
 def check_hosts(
-    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, deep: bool, tell: Callable[[str], None]
+    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, deep: bool, report: Callable[[str], None]
 ) -> tuple[list[Check], list[dict[str, Any]]]:
     """Plan the run, check its hosts and the network between them; `deep`: let them compute and talk, too.
 
@@ -65,13 +65,13 @@ def check_hosts(
         checks += _judge_failures(sessions.failed)
         if sessions.by_host:
             network = _examine(plan.gang, sessions.by_host)
-            checks += _check_reached(plan, sessions, network, deep=deep, tell=tell)
+            checks += _check_reached(plan, sessions, network, deep=deep, report=report)
             rows = network.findings.rows() if network.findings else []
     return _merge(checks), rows
 
 
 def _check_reached(
-    plan: Plan, sessions: HostSessions, network: GangNetwork, *, deep: bool, tell: Callable[[str], None]
+    plan: Plan, sessions: HostSessions, network: GangNetwork, *, deep: bool, report: Callable[[str], None]
 ) -> list[Check]:
     facts = ask_hosts(plan, sessions.by_host, thorough=True)
     needs = needs_of(plan)
@@ -92,7 +92,7 @@ def _check_reached(
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(plan, network),
     ]
-    return checks + (try_hosts(sessions, network, machines, tell) if deep else [])
+    return checks + (try_hosts(sessions, network, machines, report) if deep else [])
 
 
 def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:

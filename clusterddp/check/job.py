@@ -108,7 +108,7 @@ def run_job(
     runs_dir: Path,
     environ: Mapping[str, str],
     timeout_s: float,
-    tell: Callable[[str], None] = lambda text: None,
+    report: Callable[[str], None] = lambda text: None,
 ) -> JobAnswer:
     """Submit the job, wait for its reports, and see to it that nothing of it is left.
 
@@ -123,7 +123,7 @@ def run_job(
         try:
             submitted = time.time()
             job_id = _submit(request, directory, nonce, name, environ)
-            tell(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
+            report(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
             wanted = Wanted(tag=tag, job_id=job_id, since=submitted, cluster=_cluster(request))
             nodes = _await_reports(request, directory, wanted, environ, timeout_s)
             reports, output = _collect(directory)

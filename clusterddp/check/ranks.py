@@ -53,15 +53,20 @@ _FIXES = {
 
 
 def measure_ranks(
-    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, timeout_s: float, tell: Callable[[str], None]
+    resolved: ResolvedSpec,
+    runs_dir: Path,
+    environ: Mapping[str, str],
+    *,
+    timeout_s: float,
+    report: Callable[[str], None],
 ) -> tuple[list[Check], dict[str, Any]]:
     """Let all ranks of the spec measure, then hang and be cancelled; return checks, and the report.
 
     Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
     """
     plan = _plan(resolved, runs_dir, environ, "deep check")
-    tell(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
-    run, state = _carry_out(plan, timeout_s, tell)
+    report(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
+    run, state = _carry_out(plan, timeout_s, report)
     world_size = plan.gang.world_size
     findings = _read(run, world_size)
     checks = judge_ranks(findings, world_size=world_size, state=state, run=run.name)
@@ -70,7 +75,7 @@ def measure_ranks(
         checks.append(judge_transports(status["nccl"], status["warning"]))
     ended_s = None
     if world_size > 1 and state == "COMPLETED":
-        ended_s = _time_hang(_plan(resolved, runs_dir, environ, "hang"), timeout_s, tell)
+        ended_s = _time_hang(_plan(resolved, runs_dir, environ, "hang"), timeout_s, report)
         checks.append(judge_hang(ended_s, backend=plan.gang.backend))
     return checks, {
         "schema": 1,
@@ -149,9 +154,9 @@ def _plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], tr
     )
 
 
-def _carry_out(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> tuple[Run, str]:
+def _carry_out(plan: Plan, timeout_s: float, report: Callable[[str], None]) -> tuple[Run, str]:
     """Submit a run and wait for its end; return it, and its state then."""
-    run = _start(plan, timeout_s, tell)
+    run = _start(plan, timeout_s, report)
     try:
         state = run.wait(_RUN_S)
     finally:
@@ -159,12 +164,12 @@ def _carry_out(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> tup
     return run, state
 
 
-def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
+def _start(plan: Plan, timeout_s: float, report: Callable[[str], None]) -> Run:
     """Submit a run, and wait until its ranks have started.
 
     Raises: PreflightError: they have not within `timeout_s`; the run is cancelled.
     """
-    run = Run(submit(plan, report=tell).run_dir)
+    run = Run(submit(plan, report=report).run_dir)
     deadline = time.monotonic() + timeout_s
     while (state := run.wait(_POLL_S)) not in _STARTED and not RunState(state).finished:
         if time.monotonic() > deadline:
@@ -176,10 +181,10 @@ def _start(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> Run:
     return run
 
 
-def _time_hang(plan: Plan, timeout_s: float, tell: Callable[[str], None]) -> float | None:
+def _time_hang(plan: Plan, timeout_s: float, report: Callable[[str], None]) -> float | None:
     """Start ranks that hang, cancel them, and return how long that took; None: they did not get that far."""
-    tell(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
-    run = _start(plan, timeout_s, tell)
+    report(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
+    run = _start(plan, timeout_s, report)
     deadline = time.monotonic() + _HANG_S
     try:
         while len([each for each in _read(run, plan.gang.world_size) if each.probe == "hang"]) < plan.gang.world_size:

@@ -36,7 +36,7 @@ class TrialHost:
 
 
 def try_hosts(
-    sessions: HostSessions, network: GangNetwork, machines: Mapping[str, Machine], tell: Callable[[str], None]
+    sessions: HostSessions, network: GangNetwork, machines: Mapping[str, Machine], report: Callable[[str], None]
 ) -> list[Check]:
     """Let the hosts that have torch and a common network compute and communicate, in pairs, in two rounds."""
     if network.chosen is None or network.findings is None:
@@ -54,11 +54,11 @@ def try_hosts(
         variables=plan.gang.env | {"OMP_NUM_THREADS": str(plan.gang.threads_per_rank)},
         trials=Trials(),
     )
-    tell(f"importing torch on {', '.join(hosts)}")
+    report(f"importing torch on {', '.join(hosts)}")
     for pairs in first_round(hosts):
         tryout.run(pairs)
     for pairs in second_round(tryout.trials, claims):
-        tell(f"again: {', '.join(' with '.join(pair) for pair in pairs)}")
+        report(f"again: {', '.join(' with '.join(pair) for pair in pairs)}")
         tryout.run(pairs)
     return checks + judge_trials(tryout.trials, claims)
 

@@ -118,19 +118,19 @@ def _check(
     if resolved is not None and depth.by_ranks:
         from clusterddp.check.ranks import measure_ranks
 
-        checks, measured = measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=depth.timeout_s, tell=say)
+        checks, measured = measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=depth.timeout_s, report=say)
         if depth.report is not None:
             _write_report(depth.report, measured)
         return checks, {"findings": measured["findings"]}
     if resolved is not None and resolved.job.launcher == "ssh":
         from clusterddp.check.hosts import check_hosts
 
-        checks, ways = check_hosts(resolved, runs_dir, terminal.environ, deep=depth.deep, tell=say)
+        checks, ways = check_hosts(resolved, runs_dir, terminal.environ, deep=depth.deep, report=say)
         return checks, {"ways": ways}
     from clusterddp.check.cluster import check_cluster
 
     checks = check_cluster(
-        resolved, runs_dir, terminal.environ, with_job=depth.with_job, timeout_s=depth.timeout_s, tell=say
+        resolved, runs_dir, terminal.environ, with_job=depth.with_job, timeout_s=depth.timeout_s, report=say
     )
     return checks, {}
 

@@ -33,7 +33,7 @@ def share(terminal: Terminal, *, name: str, group: str | None, private: bool, ou
     """Let a group read a run, or a sweep: status, logs, report and compare work for its members.
 
     They read logs, metrics, checkpoints, results and the code. Secrets, values of env: and the run's token, by which it
-    is commanded, stay closed; nobody else can end, resume or remove the run. Files that a running run writes later are
+    is commanded, stay closed; only you can end, resume or remove the run. Files that a running run writes later are
     closed: share it again after its end.
     """
     from clusterddp.run import sharing

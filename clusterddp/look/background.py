@@ -74,7 +74,7 @@ def config_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 
 
 def _arguments(words: Any) -> dict[str, str] | None:
-    """Write the arguments of a program one by one; None: they are not words, or cannot be told apart."""
+    """Write the arguments of a program one by one; None: they are not words, or cannot be distinguished."""
     return named_arguments(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
 
 

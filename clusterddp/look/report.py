@@ -75,7 +75,7 @@ class RunReport:
     name: str
     """The name in its spec."""
     variant: str
-    """In a sweep: what tells this run from the others."""
+    """In a sweep: in what this run differs from the others."""
     directory: str
     made: float
     """When this was read, in seconds since the epoch."""

@@ -32,8 +32,6 @@ from clusterddp.run.outcome import signal_name
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import read_tail
 
-START_TIMEOUT_S = 180.0
-"""How long torchrun may take to start the ranks: it imports torch and waits for the other nodes' agents."""
 _AGENT_FIRST_S = 0.5
 """How long the end of a holder waits for the end of the agent, which may be its cause."""
 _END_S = 5.0
@@ -90,7 +88,7 @@ class Torchrun:
         if self._agent is None:
             self._agent = self._start_agent(next(iter(launches.values())))
         self._waiting |= launches
-        self._due = self._clock.now + START_TIMEOUT_S
+        self._due = self._clock.now + self._gang.torchrun_start_s
 
     def facts(self) -> dict[str, Any]:
         return {}
@@ -186,7 +184,7 @@ class Torchrun:
         if not self._waiting or (missing and now < self._due):
             return
         if missing:
-            late = f"{spell_ranks(missing)} within {START_TIMEOUT_S:g} s ({self._log})"
+            late = f"{spell_ranks(missing)} within {self._gang.torchrun_start_s:g} s ({self._log})"
             self._updates += [Lost(rank, f"torchrun on {self._node.host} has not started {late}") for rank in missing]
         else:
             self._used = True

@@ -15,14 +15,12 @@ from clusterddp.errors import PreflightError
 from clusterddp.planning.placement import Placed, Placement, Request, refuse_submitit_tags
 from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpus
-from clusterddp.system.gpu_lease import busy_gpus, spell_busy
+from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, spell_busy
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 _T = TypeVar("_T")
-ENDING_S = 3.0
-"""How long the last process of an ended run may take to exit, and so to free its GPUs."""
 _CROWD = 4
 """More ranks than this per core are worth a note."""
 CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"

@@ -19,6 +19,7 @@ from clusterddp.wire import build
 Start = Literal["ranks", "torchrun"]
 HangPolicy = Literal["report", "restart", "fail"]
 _MAX_SPAWNS = 4096
+_MIN_TORCHRUN_START_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,6 +170,11 @@ class Gang:
         It hangs in the kernel, where a GPU driver frees its memory; the driver does that for eight ranks in turn.
         """
         return 6.0 if self.on_cpu else 30.0
+
+    @property
+    def torchrun_start_s(self) -> float:
+        """Seconds that torchrun may take to start the ranks: it imports torch and waits for the other nodes' agents."""
+        return max(_MIN_TORCHRUN_START_S, self.start_timeout_s)
 
     @property
     def world_size(self) -> int:

@@ -29,7 +29,7 @@ FOREIGN = "none"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProcessIdentity:
-    """A process, told apart from a later one with the same pid.
+    """A process, distinguished from a later one with the same pid.
 
     `started` is the process's start time as the kernel of `host` counts it: seconds since the boot. Seconds since the
     epoch would change when the clock is set.

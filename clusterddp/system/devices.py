@@ -10,7 +10,7 @@ import subprocess
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_NVIDIA_SMI_TIMEOUT_S = 20.0
+NVIDIA_SMI_TIMEOUT_S = 20.0
 """Without the persistence daemon nvidia-smi wakes every GPU first, which takes seconds on a full machine."""
 
 
@@ -57,7 +57,7 @@ def ask_nvidia_smi(environ: Mapping[str, str], *arguments: str) -> str:
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired):

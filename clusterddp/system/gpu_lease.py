@@ -23,6 +23,8 @@ from pathlib import Path
 
 from clusterddp.system.devices import Gpu, ask_nvidia_smi, list_gpus, visible_gpus
 
+ENDING_S = 3.0
+"""How long the last process of an ended run may take to exit, and so to free its GPUs."""
 _GPU = "clusterddp-gpu"
 _LINE = "clusterddp-line"
 _MAX_NAME = 107

@@ -21,7 +21,7 @@ _CPU_FIELDS, _IO_WORDS = 13, 4
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """One process; its start time tells it apart from a later one with the same pid."""
+    """One process; its start time distinguishes it from a later one with the same pid."""
 
     pid: int
     parent: int

@@ -39,8 +39,8 @@ def main() -> None:
     dist.all_reduce(total)
     print(f"rank {args.rank} of {args.world_size}: sum {int(total.item())}\n", end="", flush=True)
     if args.rank == 0:
-        told = {"world_size": dist.get_world_size(), "slope": model.module.weight.item(), "init": args.init_method}
-        (Path(args.output_dir) / "result.json").write_text(json.dumps(told))
+        result = {"world_size": dist.get_world_size(), "slope": model.module.weight.item(), "init": args.init_method}
+        (Path(args.output_dir) / "result.json").write_text(json.dumps(result))
     print(f"rank {args.rank} of {dist.get_world_size()}: {model.module.weight.item():.6f}\n", end="", flush=True)
     dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ def worker(local_rank: int, args: argparse.Namespace) -> None:
     if rank == args.fail_rank:
         raise ValueError(f"rank {rank} has bad data")
     if rank // args.nprocs == args.fail_rank // args.nprocs:
-        time.sleep(3600)  # of several that have failed, spawn tells of any; it ends this one
+        time.sleep(3600)  # of several that have failed, spawn reports any; it ends this one
     total = torch.tensor([rank + 1.0])
     dist.all_reduce(total)
     place = f"local rank {local_rank} on node {machine}"

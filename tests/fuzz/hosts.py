@@ -145,14 +145,14 @@ def mirrored(root: Path) -> Target:
             is_head=True, fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
         asks = [{"name": host_run.name, "token": TOKEN, "seen": ""}]
-        told = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
-        if told is None:
+        listed = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
+        if listed is None:
             return
-        host_run = host_run.wanting_from(newest_attempt(run, told["files"] or {}))
-        records = download_records(session, host_run, told["files"] or {})
+        host_run = host_run.wanting_from(newest_attempt(run, listed["files"] or {}))
+        records = download_records(session, host_run, listed["files"] or {})
         if records.problem is None:
-            update_reports(run, [report_of(host_run, told, told["files"] or {})])
-            download_large(session, host_run, told["files"] or {}, lambda text: None)
+            update_reports(run, [report_of(host_run, listed, listed["files"] or {})])
+            download_large(session, host_run, listed["files"] or {}, lambda text: None)
         read_status(run)
 
     return Target(name="a run that is downloaded", examples=[Example(value=b"", what=None)], read=read)
@@ -177,7 +177,7 @@ def _ask_agent(host: Any, request: bytes, body: bytes = b"") -> bytes:
 
 
 def requests(root: Path) -> Target:
-    """Ask the agent, as a launcher of the same user does; it may be told any place of that user."""
+    """Ask the agent, as a launcher of the same user does; it may receive any place of that user."""
     import json
 
     from clusterddp.agent.types import Host

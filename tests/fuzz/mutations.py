@@ -33,7 +33,7 @@ DEPTHS = (5, 60, 70, 900, 20_000, 100_000)
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
-    """Something that is valid: a value of JSON, text, or bytes; `what` tells the reader which it is."""
+    """Something that is valid: a value of JSON, text, or bytes; `what` says which it is."""
 
     value: Any
     what: Any = None
@@ -60,7 +60,7 @@ class Target:
 
 
 def mutate(rng: random.Random, example: Example) -> bytes:
-    """Make of an example what nobody would write by mistake."""
+    """Make of an example what no user would write by mistake."""
     value = example.value
     if not isinstance(value, str | bytes):
         value = copy.deepcopy(value)

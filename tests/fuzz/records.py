@@ -102,7 +102,7 @@ def _failed(runs_dir: Path) -> Path:
 
 
 def _on_hosts(runs_dir: Path) -> Path:
-    """Make a run over SSH whose plan nobody has sealed: its hosts are not asked."""
+    """Make a run over SSH whose plan has no seal: its hosts are not asked."""
     from clusterddp.planning.ssh.plan import SshNode, SshPlan
     from clusterddp.run.host_reports import HostReport, start_of, write_reports
 

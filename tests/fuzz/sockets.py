@@ -23,7 +23,7 @@ from tests.fuzz.mutations import TOKEN, Example, Target, rows
 
 
 class Wire:
-    """Stands for a socket at whose other end somebody has said all that he will say."""
+    """Stands for a socket whose other end has sent all that it will send."""
 
     def __init__(self, said: bytes) -> None:
         self._said = io.BytesIO(said)

@@ -1,6 +1,6 @@
 """GPUs that are not there: tensors that say cuda:N compute on the CPU, and what a program does to a GPU is counted.
 
-Import it before torch, then call `install`. README.md says what this cannot tell.
+Import it before torch, then call `install`. README.md says what this cannot show.
 """
 
 from __future__ import annotations

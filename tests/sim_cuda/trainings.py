@@ -71,7 +71,7 @@ def run_pair(directory: Path) -> list[dict[str, Any]]:
 
 
 def table(answers: dict[str, Any]) -> str:
-    """Tell what a step launches, and how often the host waits for the GPU."""
+    """Count what a step launches, and how often the host waits for the GPU."""
     columns = [*PHASES, "all launches", "collectives"]
     waits = ["a step", "a report", "an evaluation", "a checkpoint"]
     rows = [["a step, eager", *columns, *(f"waits of {what}" for what in waits)]]

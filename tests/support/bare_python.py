@@ -39,7 +39,7 @@ def base_interpreter() -> Path:
 
 def find_packages(names: Sequence[str]) -> list[Path]:
     """List what lies in site-packages for these packages and for all that they require on this machine."""
-    from packaging.requirements import Requirement  # not needed by whoever starts a rack by hand
+    from packaging.requirements import Requirement  # not needed to start a rack by hand
 
     found: dict[str, None] = {}
     seen: set[str] = set()

@@ -18,7 +18,7 @@ esac
 
 @dataclass
 class FakeGpus:
-    """GPUs of one test; nobody else's have these UUIDs, so tests that run at once do not meet on them."""
+    """GPUs of one test; no other test's have these UUIDs, so tests that run at once do not meet on them."""
 
     place: Path
     count: int = 2

@@ -19,7 +19,7 @@ from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.waiting import PATIENCE, wait_until
 
-STARTER = Path(__file__).parent / "gang" / "starter.py"
+TASK = Path(__file__).parent / "gang" / "task.py"
 PRELUDE = """
 import os, signal, subprocess, sys, time
 import clusterddp.errors  # which makes the ranks forked ones
@@ -84,7 +84,7 @@ class GangRun:
 
     run: RunDir
     gang: Gang
-    starter: subprocess.Popen[str]
+    task: subprocess.Popen[str]
     supervisors: list[int] = field(default_factory=list)
     link: dict[str, Any] = field(default_factory=dict)
 
@@ -125,7 +125,7 @@ class GangRun:
 
         `after_kill`: a supervisor was killed, whose guard may need another moment to put things in order.
         """
-        out, _ = self.starter.communicate(timeout=PATIENCE * timeout_s)
+        out, _ = self.task.communicate(timeout=PATIENCE * timeout_s)
         if after_kill:
             self.await_nothing_left(5.0)
         left = self.left()
@@ -147,10 +147,10 @@ class GangRun:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-        self.starter.kill()
-        self.starter.wait()
-        if self.starter.stdout:
-            self.starter.stdout.close()
+        self.task.kill()
+        self.task.wait()
+        if self.task.stdout:
+            self.task.stdout.close()
 
 
 @contextlib.contextmanager
@@ -230,12 +230,12 @@ def start_gang(
         for node in nodes
     }
     orders.write_text(json.dumps([base | of_node[node] for node in nodes]))
-    starter = subprocess.Popen(
-        [str(python), str(STARTER), str(orders)],
+    task = subprocess.Popen(
+        [str(python), str(TASK), str(orders)],
         stdout=subprocess.PIPE,
         text=True,
         pass_fds=[descriptor for each in hold for descriptor in each],
     )
-    assert starter.stdout is not None
-    said = json.loads(starter.stdout.readline())
-    return GangRun(run=run, gang=gang, starter=starter, supervisors=said["supervisors"], link=said["link"])
+    assert task.stdout is not None
+    said = json.loads(task.stdout.readline())
+    return GangRun(run=run, gang=gang, task=task, supervisors=said["supervisors"], link=said["link"])

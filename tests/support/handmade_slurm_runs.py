@@ -79,7 +79,7 @@ def end_attempt(attempt: AttemptDir, outcome: str = "COMPLETED", *, will_restart
 
 
 def age(run: RunDir, seconds: float = 3600.0) -> None:
-    """Make every file of a run so old, as if nobody had touched it since."""
+    """Make every file of a run so old as if it had not changed since."""
     moment = time.time() - seconds
     for path in [run.path, *run.path.rglob("*")]:
         os.utime(path, (moment, moment))

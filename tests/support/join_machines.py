@@ -1,4 +1,4 @@
-"""Machines of a rack on each of which somebody types `clusterddp join`."""
+"""Machines of a rack on each of which a user types `clusterddp join`."""
 
 from __future__ import annotations
 

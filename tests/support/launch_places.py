@@ -31,11 +31,11 @@ WORK = Path("/root/work")
 REQUIRED = ("torch", "click", "platformdirs", "pydantic", "pyyaml")
 """What the machines on which `worker` and `join` are typed have installed besides clusterddp."""
 CONSOLE_SCRIPTS = {"clusterddp": "clusterddp.cli.main", "torchrun": "torch.distributed.run"}
-TOLD = re.compile(r"^rank (\d+) of (\d+)(?:, local rank (\d+) on node (\d+))?: sum (\d+)$", re.MULTILINE)
+RANK_LINE = re.compile(r"^rank (\d+) of (\d+)(?:, local rank (\d+) on node (\d+))?: sum (\d+)$", re.MULTILINE)
 
 
 def fill(directory: Path, row: Row) -> Path:
-    """Write what somebody brings along, and the row's job.yaml."""
+    """Write what a user brings along, and the row's job.yaml."""
     for name, text in FILES.items():
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (directory / name).write_text(text)
@@ -114,7 +114,7 @@ def start(argv: Sequence[str], directory: Path) -> Popen[str]:
 
 
 def expected(row: Row, cell: Cell) -> list[tuple[str, ...]]:
-    """Say what the ranks of a gang tell, by rank."""
+    """Return the lines that the ranks of a gang are to print, by rank."""
     size = cell.nodes * cell.ranks_per_node
     total = size * (size + 1) // 2 + size * cell.bonus
     lines = []
@@ -138,10 +138,10 @@ def check(row: Row, cell: Cell, places: Places, directory: Path) -> None:
         await_result(places, "summary.json", size)
         return
     deadline = time.monotonic() + PATIENCE * 10
-    while len(told := sorted(TOLD.findall(places.said(ended)))) < size:
-        assert time.monotonic() < deadline, (told, ended)
+    while len(lines := sorted(RANK_LINE.findall(places.said(ended)))) < size:
+        assert time.monotonic() < deadline, (lines, ended)
         time.sleep(0.1)  # what ranks have written comes home a moment later
-    assert told == expected(row, cell), ended
+    assert lines == expected(row, cell), ended
     assert row.says in places.said(ended)
     assert places.found("attempts/*/rendezvous") == []  # the file by which they have met
     if row.result:

@@ -1,4 +1,4 @@
-"""Somebody who types clusterddp: on this machine, or on the head of a rack."""
+"""A user who types clusterddp: on this machine, or on the head of a rack."""
 
 from __future__ import annotations
 

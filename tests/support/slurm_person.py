@@ -35,18 +35,18 @@ while True:
             raise ValueError("the loss is nan")
         os.kill(os.getpid(), signal.SIGKILL)
 """
-"""A gang that reduces until rank 5 is told by a file to raise or to be killed."""
+"""A gang that reduces until a file asks rank 5 to raise or to be killed."""
 
 
 @dataclass(kw_only=True)
 class SlurmPerson(Person):
-    """Somebody on the head of a rack, in a directory of the storage that its hosts share."""
+    """A user on the head of a rack, in a directory of the storage that its hosts share."""
 
     rack: Rack
 
     @classmethod
     def at(cls, rack: Rack, name: str) -> SlurmPerson:
-        """Give somebody a new directory."""
+        """Give a user a new directory."""
         path = rack.dir / "shared" / name
         path.mkdir()
         return cls(rack=rack, path=path)

@@ -190,12 +190,12 @@ class Round:
         time.sleep(GOES_ON_S)
         status = self._status()
         self._note(status)
-        unheard = self.kill.victim == LISTENER and self.kill.node == 0  # the head cannot be asked, and that is told
-        told = status.get("state") == "UNKNOWN" and NODES[0] in words_of(status)
+        unheard = self.kill.victim == LISTENER and self.kill.node == 0  # the head cannot be asked, and status says so
+        named = status.get("state") == "UNKNOWN" and NODES[0] in words_of(status)
         self._mend()
         if unheard:
             status = self._status()
-        self.expect(status.get("state") == "RUNNING" and (told or not unheard), "it does not go on")
+        self.expect(status.get("state") == "RUNNING" and (named or not unheard), "it does not go on")
         self.expect(self._ranks() == before, "its ranks are not those of before")
         if self.kill.victim == GUARD:
             new = {each.pid for each in self._living(self.kill.host) if each.role.startswith("g")}
@@ -214,7 +214,7 @@ class Round:
 
     def _judge_end(self) -> None:
         self._await_gone()
-        self._await_status(self._is_told_right)
+        self._await_status(self._is_reported_right)
         if self.kill.victim == CABLE:
             time.sleep(max(0.0, self.killed_at + self.cable_s - time.monotonic()))
         if self.kill.victim in {POWER, CABLE}:
@@ -223,9 +223,9 @@ class Round:
             self.expect(not self._all(), f"back on the network it has {self._all()}")
             status = self._status()
             self.facts["after"] = {"state": status.get("state"), "cause": status.get("root_cause")}
-            self.expect(self._is_told_right(status), "that is told otherwise now")
+            self.expect(self._is_reported_right(status), "status reports another state or cause now")
 
-    def _is_told_right(self, status: dict[str, Any]) -> bool:
+    def _is_reported_right(self, status: dict[str, Any]) -> bool:
         kill, cause = self.kill, status.get("root_cause") or {}
         if status.get("state") != "FAILED" or not cause:
             return False
@@ -260,7 +260,7 @@ class Round:
             asked_s = self.since
         self._note(status)
         self.facts |= {"asked_s": asked_s, "told_s": self.since}
-        self.expect(is_right(status) and asked_s <= self.within_s, "that is not told")
+        self.expect(is_right(status) and asked_s <= self.within_s, "status does not report it in time")
 
     def _note(self, status: dict[str, Any]) -> None:
         self.facts |= {"state": status.get("state"), "cause": status.get("root_cause")}

@@ -1,4 +1,4 @@
-"""Somebody at a laptop, the head of a rack, who submits runs to hosts that share nothing with it."""
+"""A user at a laptop, the head of a rack, who submits runs to hosts that share nothing with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class HostProcess:
 
 @dataclass(kw_only=True)
 class SshPlace(Person):
-    """Somebody at a laptop, the head of a rack, from which ssh to every host works."""
+    """A user at a laptop, the head of a rack, from which ssh to every host works."""
 
     rack: Rack
 

@@ -19,7 +19,7 @@ CONFIG = "MaxArraySize            = 1001\nMaxJobCount             = 10000\n"
 
 
 def fake_scontrol(directory: Path, config: str = CONFIG) -> dict[str, str]:
-    """Return an environment whose scontrol tells this configuration."""
+    """Return an environment whose scontrol prints this configuration."""
     bin_dir = directory / "bin"
     bin_dir.mkdir(exist_ok=True)
     (bin_dir / "config").write_text(config)
@@ -40,11 +40,11 @@ def plan_one(
 
 
 class SweepPerson(Person):
-    """Somebody on the head of a rack who submits sweeps."""
+    """A user on the head of a rack who submits sweeps."""
 
     @classmethod
     def at(cls, rack: Rack, name: str, code: str, *, more: str = "") -> SweepPerson:
-        """Give somebody a new directory on shared storage, with a spec whose entry is this code."""
+        """Give a user a new directory on shared storage, with a spec whose entry is this code."""
         path = rack.dir / "shared" / name
         path.mkdir()
         (path / "job.yaml").write_text(f"{SPEC}{more}\n")

@@ -1,4 +1,4 @@
-"""Somebody at a terminal: a command that runs in a pseudoterminal of a test."""
+"""A user at a terminal: a command that runs in a pseudoterminal of a test."""
 
 from __future__ import annotations
 

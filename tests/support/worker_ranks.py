@@ -143,7 +143,7 @@ def demand(tool: str) -> str:
 
 
 def demand_open_mpi_4() -> str:
-    """Return the path of Open MPI's mpirun, or skip the test: since version 5 it tells ranks of no other host."""
+    """Return the path of Open MPI's mpirun, or skip the test: since version 5 its ranks receive no other host."""
     path = demand("mpirun.openmpi")
     words = subprocess.run([path, "--version"], check=True, capture_output=True, text=True).stdout.split()
     version = next(word for word in words if word[0].isdigit())

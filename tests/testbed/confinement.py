@@ -12,7 +12,7 @@ UNSHARE = ("unshare", "--net", "--uts", "--ipc", "--mount", "--pid", "--fork", "
 CGROUPS = Path("/sys/fs/cgroup")
 CONTROLLERS = ("cpuset", "memory", "devices", "cpuacct")
 NVIDIA_MAJOR = 195
-"""Of the devices that pose as GPUs where they must be told apart: no driver has it here, so they open with ENXIO."""
+"""Of the devices that pose as GPUs where they must be distinguished: no driver has it here, so they open with ENXIO."""
 
 
 def find_obstacle_to_confinement() -> str:

@@ -132,7 +132,7 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
 
 
 def cgroup_plugin() -> str:
-    """Name the version of cgroups, which Slurm 20.11 does not let itself be told."""
+    """Name the version of cgroups, which Slurm 20.11 takes from no setting."""
     return "CgroupPlugin=cgroup/v1\n" if slurm_year() > 20 else ""
 
 

@@ -1,4 +1,4 @@
-"""GPUs of private hosts, as far as nvidia-smi tells of them: a fake, since the machine of the tests has none."""
+"""GPUs of private hosts, as far as nvidia-smi reports them: a fake, since the machine of the tests has none."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from tests.testbed.plan import BARE, TOOLS
 from tests.testbed.rack import Rack
 
 STATE = Path("/var/lib/rack-gpus.json")
-"""On the host: what its nvidia-smi tells. Any test may write it."""
+"""On the host: what its nvidia-smi reports. Any test may write it."""
 COMMAND = Path(__file__).with_name("nvidia_smi.py")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Gpu:
-    """A GPU as nvidia-smi tells of it."""
+    """A GPU as nvidia-smi reports it."""
 
     index: int
     uuid: str
@@ -40,18 +40,18 @@ def fit_gpus(rack: Rack, node: str, count: int) -> list[Gpu]:
 
 
 def write_gpus(rack: Rack, node: str, gpus: Sequence[Gpu]) -> None:
-    """Write what a host's nvidia-smi tells."""
+    """Write what a host's nvidia-smi reports."""
     rack.outside(node, STATE).write_text(json.dumps([asdict(gpu) for gpu in gpus]))
 
 
 def read_gpus(rack: Rack, node: str) -> list[Gpu]:
-    """Read what a host's nvidia-smi tells."""
+    """Read what a host's nvidia-smi reports."""
     rows = json.loads(rack.outside(node, STATE).read_text())
     return [Gpu(**{**row, "apps": tuple(row["apps"])}) for row in rows]
 
 
 def occupy_gpu(rack: Rack, node: str, index: int, *pids: int) -> None:
-    """Let nvidia-smi name these processes of the host (none: nobody) as the users of a GPU."""
+    """Let nvidia-smi name these processes of the host (none: no process) as the users of a GPU."""
     gpus = [replace(gpu, apps=pids) if gpu.index == index else gpu for gpu in read_gpus(rack, node)]
     write_gpus(rack, node, gpus)
 

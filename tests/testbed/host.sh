@@ -16,7 +16,7 @@ if [ -z "$port" ]; then
 else
     read -r pid _ <"$dir/proc/self/stat"
     umount "$dir/proc"
-    # A machine keeps its network card: nobody has to learn another address of it when it was off.
+    # A machine keeps its network card: no machine has to learn another address of it when it was off.
     # shellcheck disable=SC2046,SC2086
     card=$(printf '02:00:%02x:%02x:%02x:%02x' $(IFS=. && echo $address))
     # The head's processes are still to be seen here, PID 1 is its init: lay the cable from its side.
@@ -52,7 +52,7 @@ if [ -n "$port" ] && [ -n "$private_hosts" ]; then
     # One kernel, but to every host its own start.
     cat /proc/sys/kernel/random/uuid >/run/boot_id
     mount --bind /run/boot_id /proc/sys/kernel/random/boot_id
-    mount -t sysfs sysfs /sys # which tells of the host's own interfaces
+    mount -t sysfs sysfs /sys # which lists the host's own interfaces
 else
     mount -t proc proc /proc
     mount -t tmpfs -o mode=755 tmpfs /run

@@ -63,7 +63,7 @@ def open_ports(rack: Rack, node: str) -> None:
 
 
 def lose_name_server(rack: Rack, node: str, address: str) -> None:
-    """Let a node ask a name server that never answers, at an address that nobody has, for what /etc/hosts lacks."""
+    """Let a node ask a name server that never answers, at an address that no host has, for what /etc/hosts lacks."""
     script = """
     sed 's/^hosts:.*/hosts: files dns/' /etc/nsswitch.conf >/run/nsswitch.conf
     echo "nameserver $1" >/run/resolv.conf

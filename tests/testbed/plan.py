@@ -70,7 +70,7 @@ class RackPlan:
         return f"port{1 + list(self.nodes).index(node)}"
 
     def path(self, host: str) -> str:
-        """Give the PATH of somebody who logs in to a host."""
+        """Give the PATH of a user who logs in to a host."""
         if host == HEAD or not self.private_hosts:
             return SYSTEM_PATH
         return f"{BARE / 'bin'}:{TOOLS}:{SYSTEM_PATH}" if self.bare_on_path else f"{TOOLS}:{SYSTEM_PATH}"

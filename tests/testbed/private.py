@@ -89,7 +89,7 @@ def make_disk(disk: Path) -> None:
 
 
 def write_home(plan: RackPlan, directory: Path, node: str, user: str) -> None:
-    """Make a home of somebody who can log in and has no key that leads anywhere else."""
+    """Make a home of a user who can log in and has no key that leads anywhere else."""
     owner = (directory / "home" / user).stat()
     home = outside(plan, directory, node, HOMES[user])
     ssh = home / ".ssh"

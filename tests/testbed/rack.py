@@ -50,7 +50,7 @@ for again in 0 0.1 1; do # its last processes may still be on their way out
 done
 rm -rf "$dir"
 """
-"""Stays outside of the namespaces and starts the head when it is told to. When the pipe that the owner holds is closed,
+"""Stays outside of the namespaces and starts the head on request. When the pipe that the owner holds is closed,
 it kills the head's init, with which the kernel ends every process of the rack (one of a suspended job must run for it),
 and clears away the directory and the cgroups."""
 
@@ -105,7 +105,7 @@ class Rack:
         return HOMES[user] if private else self.dir / "home" / user
 
     def outside(self, node: str, path: str | Path) -> Path:
-        """Tell where a file of a private host lies on this machine; it is there when the host is off, too."""
+        """Return where a file of a private host lies on this machine; it is there when the host is off, too."""
         return outside(self.plan, self.dir, node, Path(path))
 
     def run(

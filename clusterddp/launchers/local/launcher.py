@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 START_TIMEOUT_S = 60.0
 CLEAR_TIMEOUT_S = 5.0
 _START_GRACE_S = 3.0
-"""How long a new attempt may have no process that answers for it: its starter may be between two system calls."""
+"""How long a new attempt may have no process: the one that starts it may be between two system calls."""
 
 
 class LocalLauncher:

@@ -11,12 +11,10 @@ from clusterddp.errors import PreflightError, SshError
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.ssh.session import Reply, Session
 from clusterddp.ssh.sessions import ask_all
-from clusterddp.system.gpu_lease import spell_busy
+from clusterddp.system.gpu_lease import ENDING_S, spell_busy
 
 _LEASE_TIMEOUT_S = 60.0
 """Enough for two calls of nvidia-smi, each of which may have to wake every GPU."""
-ENDING_S = 3.0
-"""How long the last process of an ended run may take to exit, and so to free its GPUs."""
 _FEW_HINT = "ssh.hosts says how many GPUs each host is to give: {host: gpu09, gpus: 4}"
 _FIRST_POLL_S = 0.2
 _MAX_POLL_S = 10.0
@@ -40,9 +38,9 @@ def lease_gpus(
     *,
     run: str,
     when_busy: Literal["refuse", "wait"],
-    tell: Callable[[str], object] = lambda message: None,
+    report: Callable[[str], object] = lambda message: None,
 ) -> dict[int, Grant]:
-    """Lease GPUs for every node (`sessions` and `counts` by node rank); `tell` receives what the run waits for.
+    """Lease GPUs for every node (`sessions` and `counts` by node rank); `report` receives what the run waits for.
 
     All submits ask the machines in the same order, one after the other, so no two submits wait for each other. After an
     error the caller closes the sessions, which ends the leases.
@@ -61,7 +59,7 @@ def lease_gpus(
         for node in nodes:
             others = {each.host: each for each in sessions.values() if each is not wanted[node]}
             asked = {"count": counts[node], "run": run, "when_busy": when_busy}
-            grants[node] = _lease(wanted[node], asked, others, tell)
+            grants[node] = _lease(wanted[node], asked, others, report)
         for node in nodes:  # only after all nodes of a machine with two names have their leases
             if when_busy == "wait":
                 wanted[node].ask("gpus.leave_line")
@@ -93,7 +91,7 @@ def _look(run: str, sessions: Mapping[int, Session], counts: Mapping[int, int]) 
 
 
 def _lease(
-    session: Session, asked: Mapping[str, Any], others: Mapping[str, Session], tell: Callable[[str], object]
+    session: Session, asked: Mapping[str, Any], others: Mapping[str, Session], report: Callable[[str], object]
 ) -> Grant:
     """Lease the GPUs of one node; with `when_busy: wait` in `asked`, wait for them."""
     interval, last_message = _FIRST_POLL_S, ""
@@ -106,7 +104,7 @@ def _lease(
             raise _refusal(str(asked["run"]), {session.host: spell_busy(answer["busy"])})
         message = _describe_wait(session.host, int(asked["count"]), answer)
         if message != last_message and asked["when_busy"] == "wait":
-            tell(message)
+            report(message)
             last_message = message
         time.sleep(interval)
         interval = min(_MAX_POLL_S, interval * 1.2)

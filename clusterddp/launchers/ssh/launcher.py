@@ -226,7 +226,7 @@ def _choose_resources(sessions: HostSessions, report: Report) -> tuple[Plan, dic
     plan = sessions.plan
     assert plan.ssh is not None
     counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
-    grants = lease_gpus(sessions.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, tell=report)
+    grants = lease_gpus(sessions.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, report=report)
     settled = settle_network(plan.gang, sessions.by_host)
     nodes = []
     for node in plan.gang.nodes:

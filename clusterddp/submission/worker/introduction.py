@@ -56,13 +56,13 @@ def with_spec_port(launched: Launched, job: JobSpec) -> Launched:
     Raises: UsageError: it sets another one.
     """
     port = job.network.master_port
-    told = launched.variables.get("MASTER_PORT")
+    given = launched.variables.get("MASTER_PORT")
     if port == "auto" or launched.port_is_taken:
         return launched
-    if told and told.origin.endswith("MASTER_PORT") and int(told.value) != port:
+    if given and given.origin.endswith("MASTER_PORT") and int(given.value) != port:
         raise UsageError(
-            f"{told.origin} is {told.value} and network.master_port is {port}: two numbers for one port",
-            hint=f"unset {told.origin}, or network.master_port=auto",
+            f"{given.origin} is {given.value} and network.master_port is {port}: two numbers for one port",
+            hint=f"unset {given.origin}, or network.master_port=auto",
         )
     known = {**launched.variables, "MASTER_PORT": Variable(str(port), "network.master_port")}
     return dataclasses.replace(launched, master_port=port, variables=known)

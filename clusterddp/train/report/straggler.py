@@ -13,6 +13,7 @@ from functools import partial
 
 import torch
 
+from clusterddp.system.devices import NVIDIA_SMI_TIMEOUT_S
 from clusterddp.train.group import Group, gather_on_first
 
 TOO_SLOW = 1.25
@@ -24,7 +25,6 @@ _REASONS = {
     "hw_slowdown": "its hardware slows it down",
     "sw_power_cap": "it is at its power limit",
 }
-_NVIDIA_SMI_TIMEOUT_S = 20.0  # without the persistence daemon it wakes every GPU first; no step waits for it
 _ASKS = 5
 """In how many windows after the report the ranks look for its reason again."""
 
@@ -137,7 +137,7 @@ def ask_throttling(which: list[str]) -> str:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
-            timeout=_NVIDIA_SMI_TIMEOUT_S,
+            timeout=NVIDIA_SMI_TIMEOUT_S,
             check=True,
         )
         return read_throttling(answer.stdout)

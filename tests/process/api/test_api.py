@@ -66,7 +66,7 @@ def test_a_script_learns_that_it_should_stop_and_the_run_is_cancelled(tmp_path: 
     assert run.logs().splitlines()[-1] == "stopped"
 
 
-def test_outside_of_a_run_nobody_asks_for_a_stop(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_outside_of_a_run_no_stop_is_requested(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.delenv("CLUSTERDDP_STOP_FILE", raising=False)
     assert clusterddp.should_stop() is False
     monkeypatch.setenv("CLUSTERDDP_STOP_FILE", str(tmp_path / "STOP"))

@@ -302,7 +302,7 @@ def test_resume_is_the_next_attempt_of_the_same_run(place: Path) -> None:
     assert json.loads(clusterddp(place, "status", "-o", "json").stdout)["attempt"] == 1
 
 
-def test_following_tells_of_a_restart(place: Path) -> None:
+def test_following_prints_a_restart(place: Path) -> None:
     done = clusterddp(place, "submit", "job.yaml", FAILS, "restarts=1", "-f")
     assert done.returncode == 5
     assert done.stdout.splitlines().count("rank 0 of 4") == 2

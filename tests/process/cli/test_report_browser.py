@@ -43,7 +43,7 @@ def report(tmp_path: Path, *names: str) -> Path:
 
 
 def colors_of(png: bytes) -> set[bytes]:
-    """Return pixels of a picture as they are stored, mostly as differences; enough to tell it from a blank one."""
+    """Return pixels of a picture as they are stored, mostly as differences; enough to recognise a blank one."""
     width, _, depth, kind = struct.unpack(">IIBB", png[16:26])
     assert (depth, kind) in {(8, 2), (8, 6)}
     size = {2: 3, 6: 4}[kind]

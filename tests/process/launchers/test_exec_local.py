@@ -26,7 +26,7 @@ ENTRY = "import time\nprint('up', flush=True)\ntime.sleep(600)\n"
 
 
 class Place(Person):
-    """Somebody with a run on this machine."""
+    """A user with a run on this machine."""
 
     def start_run(self) -> RunDir:
         (self.path / "entry.py").write_text(ENTRY)

@@ -40,7 +40,7 @@ GONE_S = 5.0
 """What the gang rule allows from a failure to the end of the last process."""
 
 
-class Starter:
+class Submitter:
     """Submits runs and leaves none behind."""
 
     def __init__(self, directory: Path) -> None:
@@ -57,10 +57,10 @@ class Starter:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Starter]:
-    starter = Starter(tmp_path)
-    yield starter
-    for run in starter.runs:
+def start(tmp_path: Path) -> Iterator[Submitter]:
+    submitter = Submitter(tmp_path)
+    yield submitter
+    for run in submitter.runs:
         end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
@@ -76,7 +76,7 @@ def assert_all_gone(run: RunDir, since: float) -> RunView:
     return view
 
 
-def test_a_script_runs_on_every_rank_of_every_node_and_the_run_is_completed(start: Starter) -> None:
+def test_a_script_runs_on_every_rank_of_every_node_and_the_run_is_completed(start: Submitter) -> None:
     run = start(HELLO)
     view = wait(run, 30)
     assert (view.state, view.reason) == (RunState.COMPLETED, "ranks 0-3 left with exit code 0")
@@ -88,7 +88,7 @@ def test_a_script_runs_on_every_rank_of_every_node_and_the_run_is_completed(star
     wait_until(lambda: not processes_of(run))
 
 
-def test_the_record_names_submitits_controller_as_job_and_keeper(start: Starter) -> None:
+def test_the_record_names_submitits_controller_as_job_and_keeper(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     record = read_run(run)
@@ -99,7 +99,7 @@ def test_the_record_names_submitits_controller_as_job_and_keeper(start: Starter)
     cancel(run)
 
 
-def test_a_run_is_detached_from_whoever_submitted_it(start: Starter) -> None:
+def test_a_run_is_detached_from_the_process_that_submitted_it(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     for processes in processes_of(run).values():
@@ -110,7 +110,7 @@ def test_a_run_is_detached_from_whoever_submitted_it(start: Starter) -> None:
 
 
 def test_a_supervisor_that_dies_before_it_has_joined_is_not_waited_for(
-    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Submitter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asleep = "import os, time\nif os.environ.get('CLUSTERDDP_COOKIE', '').endswith('.s1'): time.sleep(120)\n"
     (tmp_path / "sitecustomize.py").write_text(asleep)
@@ -124,7 +124,7 @@ def test_a_supervisor_that_dies_before_it_has_joined_is_not_waited_for(
 
 
 @pytest.mark.parametrize("role", ["n0", "n1", "s0", "s1", "task", "controller"])
-def test_a_kill_of_any_process_ends_the_run_within_five_seconds_and_names_a_rank(start: Starter, role: str) -> None:
+def test_a_kill_of_any_process_ends_the_run_within_five_seconds_and_names_a_rank(start: Submitter, role: str) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     victim = processes_of(run)[role][0]
@@ -143,7 +143,7 @@ def test_a_kill_of_any_process_ends_the_run_within_five_seconds_and_names_a_rank
     assert "was killed" in cause.error
 
 
-def test_a_kill_of_supervisor_and_guard_at_once_is_told_by_the_task(start: Starter) -> None:
+def test_a_kill_of_supervisor_and_guard_at_once_is_reported_by_the_task(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     processes = processes_of(run)
@@ -161,7 +161,7 @@ def test_a_kill_of_supervisor_and_guard_at_once_is_told_by_the_task(start: Start
     assert "its ranks 0-1 ended with it" in view.reason
 
 
-def test_a_kill_of_every_process_at_once_is_a_lost_run_that_cancel_and_resume_can_deal_with(start: Starter) -> None:
+def test_a_kill_of_every_process_at_once_is_a_lost_run_that_cancel_and_resume_can_deal_with(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     processes = [process for role in processes_of(run).values() for process in role]
@@ -178,7 +178,7 @@ def test_a_kill_of_every_process_at_once_is_a_lost_run_that_cancel_and_resume_ca
     cancel(run)
 
 
-def test_a_failing_rank_fails_the_run_and_submitits_own_record_says_so(start: Starter) -> None:
+def test_a_failing_rank_fails_the_run_and_submitits_own_record_says_so(start: Submitter) -> None:
     code = HELLO + "import time\nif os.environ['RANK'] == '3': raise ValueError('no more')\ntime.sleep(60)\n"
     run = start(code)
     view = wait(run, 30)
@@ -193,7 +193,7 @@ def test_a_failing_rank_fails_the_run_and_submitits_own_record_says_so(start: St
 
 
 def test_a_cancel_from_another_process_ends_the_run_and_a_second_one_is_harmless(
-    start: Starter, tmp_path: Path
+    start: Submitter, tmp_path: Path
 ) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
@@ -213,7 +213,7 @@ def test_a_cancel_from_another_process_ends_the_run_and_a_second_one_is_harmless
     assert view.state is RunState.CANCELLED
 
 
-def test_two_cancels_at_once_both_see_the_end(start: Starter) -> None:
+def test_two_cancels_at_once_both_see_the_end(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     child = os.fork()
@@ -224,13 +224,13 @@ def test_two_cancels_at_once_both_see_the_end(start: Starter) -> None:
     assert read_state(run).state is RunState.CANCELLED
 
 
-def test_a_cancel_right_after_the_submit_ends_the_run(start: Starter) -> None:
+def test_a_cancel_right_after_the_submit_ends_the_run(start: Submitter) -> None:
     run = start(SLEEP)
     assert cancel(run) == "cancelled"
     wait_until(lambda: not processes_of(run))
 
 
-def test_a_run_whose_supervisors_do_not_answer_is_ended_from_here(start: Starter) -> None:
+def test_a_run_whose_supervisors_do_not_answer_is_ended_from_here(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     processes = processes_of(run)
@@ -243,7 +243,7 @@ def test_a_run_whose_supervisors_do_not_answer_is_ended_from_here(start: Starter
     assert processes_of(run) == {}
 
 
-def test_cancel_with_save_lets_the_script_stop_by_itself(start: Starter) -> None:
+def test_cancel_with_save_lets_the_script_stop_by_itself(start: Submitter) -> None:
     run = start(STOPPABLE)
     wait_for_ranks(run)
     assert cancel(run, save=True) == "cancelled"
@@ -258,7 +258,7 @@ def test_cancel_with_save_lets_the_script_stop_by_itself(start: Starter) -> None
     ("role", "number"),  # submitit's controller passes on SIGTERM only
     [("task", signal.SIGTERM), ("task", signal.SIGUSR2), ("controller", signal.SIGTERM)],
 )
-def test_a_signal_to_the_task_asks_all_ranks_to_stop(start: Starter, role: str, number: signal.Signals) -> None:
+def test_a_signal_to_the_task_asks_all_ranks_to_stop(start: Submitter, role: str, number: signal.Signals) -> None:
     run = start(STOPPABLE)
     wait_for_ranks(run)
     processes_of(run)[role][0].send_signal(number)
@@ -268,7 +268,7 @@ def test_a_signal_to_the_task_asks_all_ranks_to_stop(start: Starter, role: str, 
     assert view.end.reason == f"{number.name} to the task that carries the run"
 
 
-def test_a_stopped_run_is_resumed_as_its_next_attempt(start: Starter) -> None:
+def test_a_stopped_run_is_resumed_as_its_next_attempt(start: Submitter) -> None:
     run = start(STOPPABLE)
     wait_for_ranks(run)
     cancel(run, save=True)
@@ -287,7 +287,7 @@ def test_a_stopped_run_is_resumed_as_its_next_attempt(start: Starter) -> None:
     cancel(run)
 
 
-def test_a_completed_run_is_not_resumed_but_rerun(start: Starter) -> None:
+def test_a_completed_run_is_not_resumed_but_rerun(start: Submitter) -> None:
     run = start(HELLO, resources="{}")
     wait(run, 30)
     with pytest.raises(UsageError, match="already completed") as refusal:
@@ -295,7 +295,7 @@ def test_a_completed_run_is_not_resumed_but_rerun(start: Starter) -> None:
     assert f"clusterddp rerun {run.name} repeats it" in str(refusal.value.hint)
 
 
-def test_a_resume_needs_the_secrets_again(start: Starter, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resume_needs_the_secrets_again(start: Submitter, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("API_KEY", "x")
     run = start("raise SystemExit(3)", more="secrets: [API_KEY]", resources="{}")
     assert wait(run, 30).state is RunState.FAILED
@@ -305,7 +305,7 @@ def test_a_resume_needs_the_secrets_again(start: Starter, monkeypatch: pytest.Mo
     assert len(run.attempts()) == 1
 
 
-def test_a_run_whose_directory_was_moved_is_resumed_where_it_is_now(start: Starter, tmp_path: Path) -> None:
+def test_a_run_whose_directory_was_moved_is_resumed_where_it_is_now(start: Submitter, tmp_path: Path) -> None:
     run = start("import sys; print(sys.path[0]); raise SystemExit(3)", resources="{}")
     assert wait(run, 30).state is RunState.FAILED
     wait_until(lambda: not processes_of(run))
@@ -334,14 +334,14 @@ def test_a_submit_that_is_interrupted_leaves_no_run_going(tmp_path: Path) -> Non
     assert (view.state, view.reason) == (RunState.CANCELLED, "interrupted while it was being started")
 
 
-def test_restarts_are_attempts_of_the_same_run(start: Starter) -> None:
+def test_restarts_are_attempts_of_the_same_run(start: Submitter) -> None:
     run = start(HELLO + "raise SystemExit(os.environ['CLUSTERDDP_ATTEMPT'] != '2')", more="restarts: 5", resources="{}")
     view = wait(run, 30)
     assert (view.state, view.attempt) == (RunState.COMPLETED, 2)
 
 
 def test_what_another_launcher_left_in_the_environment_does_not_reach_the_ranks(
-    start: Starter, monkeypatch: pytest.MonkeyPatch
+    start: Submitter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR", "MASTER_ADDR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP__TRAIN__LR"):
         monkeypatch.setenv(name, "wrong")
@@ -355,7 +355,7 @@ def test_what_another_launcher_left_in_the_environment_does_not_reach_the_ranks(
     assert environment["CUDA_VISIBLE_DEVICES"] == ""
 
 
-def test_files_that_shadow_pythons_modules_do_not_harm_a_run(start: Starter, tmp_path: Path) -> None:
+def test_files_that_shadow_pythons_modules_do_not_harm_a_run(start: Submitter, tmp_path: Path) -> None:
     for name in ("json.py", "signal.py", "psutil.py", "submitit.py"):
         (tmp_path / name).write_text("raise RuntimeError('shadow')")
     before = Path.cwd()
@@ -375,12 +375,12 @@ def test_files_that_shadow_pythons_modules_do_not_harm_a_run(start: Starter, tmp
 def test_a_runs_directory_with_awkward_characters_works(tmp_path: Path) -> None:
     directory = tmp_path / "a b'c\"$HOME;é"
     directory.mkdir()
-    run = Starter(directory)(HELLO, resources="{}")
+    run = Submitter(directory)(HELLO, resources="{}")
     assert wait(run, 30).state is RunState.COMPLETED
 
 
 def test_a_relative_pythonpath_means_where_it_was_submitted(
-    start: Starter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    start: Submitter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "library").mkdir()
     (tmp_path / "library" / "helper.py").write_text("word = 'found'\n")
@@ -391,7 +391,7 @@ def test_a_relative_pythonpath_means_where_it_was_submitted(
     assert run.attempt(0).stdout(0).read_text() == "found\n"
 
 
-def test_edits_after_the_submit_do_not_reach_the_run(start: Starter, tmp_path: Path) -> None:
+def test_edits_after_the_submit_do_not_reach_the_run(start: Submitter, tmp_path: Path) -> None:
     run = start("import other", resources="{}", more="")
     assert wait(run, 30).state is RunState.FAILED
     (tmp_path / "other.py").write_text("")
@@ -399,7 +399,7 @@ def test_edits_after_the_submit_do_not_reach_the_run(start: Starter, tmp_path: P
     assert wait(RunDir(submitted.run_dir), 30).state is RunState.FAILED
 
 
-def test_wait_gives_up_after_its_time(start: Starter) -> None:
+def test_wait_gives_up_after_its_time(start: Submitter) -> None:
     run = start(SLEEP, resources="{}")
     begun = time.monotonic()
     assert not wait(run, 0.5).finished
@@ -407,7 +407,7 @@ def test_wait_gives_up_after_its_time(start: Starter) -> None:
     cancel(run)
 
 
-def test_the_gang_in_the_plan_is_what_runs(start: Starter) -> None:
+def test_the_gang_in_the_plan_is_what_runs(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     gang = read_plan(run)["gang"]
@@ -417,7 +417,7 @@ def test_the_gang_in_the_plan_is_what_runs(start: Starter) -> None:
     cancel(run)
 
 
-def test_a_run_goes_on_with_other_values_and_the_code_of_its_first_submit(start: Starter) -> None:
+def test_a_run_goes_on_with_other_values_and_the_code_of_its_first_submit(start: Submitter) -> None:
     run = start("import os, sys; print(sys.argv[1:], os.environ['WORLD_SIZE'])")
     wait(run, 30)
     code, token = run.code.resolve(), read_run(run).token

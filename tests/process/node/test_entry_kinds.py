@@ -28,7 +28,7 @@ from tests.support.waiting import wait_until
 REPORT = "import json, os, sys; print(json.dumps([sys.argv[1:], dict(os.environ), os.getcwd(), sys.path]), flush=True)"
 
 
-class Starter:
+class Submitter:
     """Submits specs from one directory."""
 
     def __init__(self, directory: Path) -> None:
@@ -43,11 +43,11 @@ class Starter:
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Starter]:
-    starter = Starter(tmp_path)
+def start(tmp_path: Path) -> Iterator[Submitter]:
+    submitter = Submitter(tmp_path)
     (tmp_path / "show.py").write_text(REPORT)
-    yield starter
-    for run in starter.runs:
+    yield submitter
+    for run in submitter.runs:
         end_processes(f"{read_run(run).token}.", timeout_s=5)
 
 
@@ -75,7 +75,7 @@ def cause(run: RunDir) -> RootCause:
     return end.root_cause
 
 
-def test_a_function_of_a_module_is_called_with_values_of_any_kind(start: Starter, tmp_path: Path) -> None:
+def test_a_function_of_a_module_is_called_with_values_of_any_kind(start: Submitter, tmp_path: Path) -> None:
     (tmp_path / "package").mkdir()
     (tmp_path / "package/train.py").write_text("def fit(*args, **kwargs):\n    print([args, kwargs], flush=True)\n")
     run = start(
@@ -84,7 +84,7 @@ def test_a_function_of_a_module_is_called_with_values_of_any_kind(start: Starter
     assert eval(output(completed(run), 1)) == [(1, "1", 0.1, None), {"rank": "1", "sizes": [2, {"a": 3}]}]
 
 
-def test_a_function_of_a_file_is_called_without_running_its_main_part(start: Starter, tmp_path: Path) -> None:
+def test_a_function_of_a_file_is_called_without_running_its_main_part(start: Submitter, tmp_path: Path) -> None:
     code = "import helper\ndef fit():\n    print(helper.WORD, __name__)\nif __name__ == '__main__':\n    1 / 0\n"
     (tmp_path / "src").mkdir()
     (tmp_path / "src/my-train.py").write_text(code)
@@ -92,7 +92,7 @@ def test_a_function_of_a_file_is_called_without_running_its_main_part(start: Sta
     assert output(completed(start('{function: "src/my-train.py:fit"}'))) == "here my-train\n"
 
 
-def test_processes_that_a_function_of_a_file_spawns_find_it(start: Starter, tmp_path: Path) -> None:
+def test_processes_that_a_function_of_a_file_spawns_find_it(start: Submitter, tmp_path: Path) -> None:
     code = (
         "import multiprocessing\ndef square(x): return x * x\n"
         "def fit():\n    with multiprocessing.get_context('spawn').Pool(1) as pool: print(pool.map(square, [3]))\n"
@@ -101,13 +101,13 @@ def test_processes_that_a_function_of_a_file_spawns_find_it(start: Starter, tmp_
     assert output(completed(start('{function: "train.py:fit"}', procs=1))) == "[9]\n"
 
 
-def test_a_function_that_is_not_there_is_the_root_cause(start: Starter, tmp_path: Path) -> None:
+def test_a_function_that_is_not_there_is_the_root_cause(start: Submitter, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def fit(): pass\n")
     error = cause(start('{function: "train:fitt"}', procs=1)).error
     assert error.endswith("entry.function: train has no fitt")
 
 
-def test_the_exception_of_a_function_has_no_frames_of_ours(start: Starter, tmp_path: Path) -> None:
+def test_the_exception_of_a_function_has_no_frames_of_ours(start: Submitter, tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text("def fit(lr):\n    raise ValueError(lr)\n")
     found = cause(start('{function: "train.py:fit", args: [0.5]}', procs=1))
     assert found.error.endswith(": ValueError: 0.5")
@@ -115,7 +115,7 @@ def test_the_exception_of_a_function_has_no_frames_of_ours(start: Starter, tmp_p
     assert "clusterddp" not in found.traceback.replace(str(tmp_path), "")
 
 
-def test_a_command_gets_its_arguments_as_they_are_and_the_ranks_variables(start: Starter) -> None:
+def test_a_command_gets_its_arguments_as_they_are_and_the_ranks_variables(start: Submitter) -> None:
     run = completed(
         start(f'{{command: [{sys.executable}, show.py, "a b", "$HOME", "{{rank}}/{{world_size}}"], args: ["*"]}}')
     )
@@ -125,12 +125,12 @@ def test_a_command_gets_its_arguments_as_they_are_and_the_ranks_variables(start:
     assert cwd == str(start.directory)
 
 
-def test_a_text_is_split_into_words_and_no_shell_reads_it(start: Starter) -> None:
+def test_a_text_is_split_into_words_and_no_shell_reads_it(start: Submitter) -> None:
     run = completed(start(f"{{command: \"{sys.executable} show.py 'a b' && c\"}}"))
     assert report(run)[0] == ["a b", "&&", "c"]
 
 
-def test_a_shell_reads_text_that_asks_for_it(start: Starter) -> None:
+def test_a_shell_reads_text_that_asks_for_it(start: Submitter) -> None:
     command = '"echo $RANK ${WORLD_SIZE} \\"$1\\" && echo $CLUSTERDDP_INIT_METHOD"'
     run = completed(start(f'{{command: {command}, shell: true, args: ["{{rank}} b"]}}'))
     first, second = output(run, 1).splitlines()
@@ -138,7 +138,7 @@ def test_a_shell_reads_text_that_asks_for_it(start: Starter) -> None:
     assert second.startswith("tcp://127.0.0.1:")
 
 
-def test_the_program_of_a_command_and_code_dir_are_the_kept_copy(start: Starter, tmp_path: Path) -> None:
+def test_the_program_of_a_command_and_code_dir_are_the_kept_copy(start: Submitter, tmp_path: Path) -> None:
     git(tmp_path, "init", "-q")
     script = tmp_path / "go.sh"
     script.write_text('#!/bin/sh\necho "$0" "$1"\n')
@@ -161,13 +161,13 @@ def test_the_program_of_a_command_and_code_dir_are_the_kept_copy(start: Starter,
     ],
 )
 def test_a_command_without_an_error_file_has_a_root_cause(
-    start: Starter, command: str, exit_code: int, error: str
+    start: Submitter, command: str, exit_code: int, error: str
 ) -> None:
     found = cause(start(f"{{command: {command}, shell: true}}", procs=1))
     assert (found.exit_code, found.error.partition(" on ")[2].partition(" ")[2]) == (exit_code, error)
 
 
-def test_the_last_lines_of_a_commands_standard_error_are_kept(start: Starter) -> None:
+def test_the_last_lines_of_a_commands_standard_error_are_kept(start: Submitter) -> None:
     found = cause(start('{command: "echo first >&2; echo second >&2; exit 3", shell: true}', procs=1))
     assert found.traceback == "first\nsecond"
 
@@ -180,11 +180,11 @@ def test_the_last_lines_of_a_commands_standard_error_are_kept(start: Starter) ->
         ("./show.py", "not executable (chmod +x "),
     ],
 )
-def test_a_program_that_cannot_be_started_is_named(start: Starter, program: str, error: str) -> None:
+def test_a_program_that_cannot_be_started_is_named(start: Submitter, program: str, error: str) -> None:
     assert error in cause(start(f"{{command: [{program}]}}", procs=1)).error
 
 
-def test_a_command_that_takes_a_signal_for_a_stop_ends_well_and_the_run_has_stopped(start: Starter) -> None:
+def test_a_command_that_takes_a_signal_for_a_stop_ends_well_and_the_run_has_stopped(start: Submitter) -> None:
     command = "trap 'echo saved; exit 0' USR1; echo up; while :; do sleep 0.1; done"
     run = start(f'{{command: "{command}", shell: true, stop_signal: USR1}}')
     wait_for_ranks(run, 2)
@@ -192,7 +192,7 @@ def test_a_command_that_takes_a_signal_for_a_stop_ends_well_and_the_run_has_stop
     assert output(run, 1).splitlines() == ["up", "saved"]
 
 
-def test_a_command_that_is_ended_by_the_signal_for_a_stop_has_not_failed(start: Starter) -> None:
+def test_a_command_that_is_ended_by_the_signal_for_a_stop_has_not_failed(start: Submitter) -> None:
     run = start('{command: "echo up; sleep 600", shell: true, stop_signal: TERM}')
     wait_for_ranks(run, 2)
     assert cancel(run, save=True) == "cancelled"
@@ -200,14 +200,14 @@ def test_a_command_that_is_ended_by_the_signal_for_a_stop_has_not_failed(start: 
     assert (end and end.outcome) == "STOPPED"
 
 
-def test_nothing_of_a_command_is_left_when_the_run_is_cancelled(start: Starter) -> None:
+def test_nothing_of_a_command_is_left_when_the_run_is_cancelled(start: Submitter) -> None:
     run = start('{command: "trap : TERM; setsid sleep 601 & echo up; while :; do sleep 0.1; done", shell: true}')
     wait_for_ranks(run, 2)
     cancel(run)
     wait_until(lambda: not processes_of(run))
 
 
-def test_a_program_that_owns_its_ranks_gets_the_numbers_of_the_machines(start: Starter) -> None:
+def test_a_program_that_owns_its_ranks_gets_the_numbers_of_the_machines(start: Submitter) -> None:
     command = f"[{sys.executable}, show.py, '{{node_rank}}/{{num_nodes}}', '{{rank}}/{{world_size}}']"
     entry = f"{{command: {command}, owns_ranks: true}}"
     run = completed(start(entry, nodes=2, procs=3))
@@ -224,7 +224,7 @@ def test_a_program_that_owns_its_ranks_gets_the_numbers_of_the_machines(start: S
     assert end.reason == "ranks 0-5 left with exit code 0"
 
 
-def test_a_program_that_owns_its_ranks_may_count_processes(start: Starter) -> None:
+def test_a_program_that_owns_its_ranks_may_count_processes(start: Submitter) -> None:
     entry = (
         f"{{command: [{sys.executable}, show.py, '{{rank}}/{{world_size}}'], owns_ranks: true, world_size: processes}}"
     )
@@ -232,19 +232,19 @@ def test_a_program_that_owns_its_ranks_may_count_processes(start: Starter) -> No
     assert (args, environ["RANK"], environ["WORLD_SIZE"]) == (["3/6"], "3", "6")
 
 
-def test_placeholders_may_count_machines_while_variables_count_ranks(start: Starter) -> None:
+def test_placeholders_may_count_machines_while_variables_count_ranks(start: Submitter) -> None:
     entry = f"{{command: [{sys.executable}, show.py, '{{rank}}/{{world_size}}'], world_size: machines}}"
     args, environ, _, _ = report(completed(start(entry, nodes=2, procs=2)), 3)
     assert (args, environ["RANK"], environ["WORLD_SIZE"]) == (["1/2"], "3", "4")
 
 
-def test_the_output_directory_of_the_spec_is_made(start: Starter, tmp_path: Path) -> None:
+def test_the_output_directory_of_the_spec_is_made(start: Submitter, tmp_path: Path) -> None:
     run = start(f"{{command: [{sys.executable}, show.py, '{{output_dir}}'], output_dir: results/one}}", procs=1)
     assert report(completed(run))[0] == [str(tmp_path / "results/one")]
     assert (tmp_path / "results/one").is_dir()
 
 
-def test_what_the_plan_shows_of_rank_0s_variables_is_what_it_finds(start: Starter) -> None:
+def test_what_the_plan_shows_of_rank_0s_variables_is_what_it_finds(start: Submitter) -> None:
     run = completed(start(f"{{command: [{sys.executable}, show.py], owns_ranks: true}}", nodes=2))
     plan: dict[str, Any] = json.loads(run.plan.read_text())
     environ = report(run)[1]
@@ -253,7 +253,7 @@ def test_what_the_plan_shows_of_rank_0s_variables_is_what_it_finds(start: Starte
     assert {name: environ.get(name) for name in shown} == shown
 
 
-def test_should_stop_is_seen_by_python_within_a_command(start: Starter) -> None:
+def test_should_stop_is_seen_by_python_within_a_command(start: Submitter) -> None:
     code = "import time, clusterddp; print('up', flush=True)\nwhile not clusterddp.should_stop(): time.sleep(0.05)"
     (start.directory / "loop.py").write_text(code)
     run = start(f"{{command: [{sys.executable}, loop.py]}}")
@@ -265,7 +265,7 @@ def test_should_stop_is_seen_by_python_within_a_command(start: Starter) -> None:
     assert clusterddp.Run(run.path).wait(20) == "CANCELLED"
 
 
-def test_cancel_save_of_a_program_that_never_asks_warns_at_once_and_ends_in_an_error(start: Starter) -> None:
+def test_cancel_save_of_a_program_that_never_asks_warns_at_once_and_ends_in_an_error(start: Submitter) -> None:
     (start.directory / "deaf.py").write_text("import time; print('up', flush=True); time.sleep(600)")
     run = start("{script: deaf.py}", more='stop: {grace: "00:00:04"}')
     wait_for_ranks(run, 2)

@@ -70,10 +70,10 @@ def test_a_supervisor_and_its_guard_killed_together_leave_nothing(tmp_path):
 def test_a_killed_parent_of_the_supervisors_ends_the_gang(tmp_path):
     with running(tmp_path, STUBBORN) as gang:
         gang.await_up()
-        kill(gang.starter.pid)
+        kill(gang.task.pid)
         gang.await_nothing_left()
         cause = gang.end().root_cause
-        pid = gang.starter.pid
+        pid = gang.task.pid
         assert cause.error == f"the task that carries the run (pid {pid}) was killed; ranks 0-3 ended with it"
         assert (cause.rank, cause.host) == (0, "host0")
 
@@ -83,7 +83,7 @@ def test_parent_supervisors_and_guards_killed_at_once_leave_no_rank(tmp_path):
         gang.await_up()
         guards = gang.pids("g0") + gang.pids("g1")
         assert len(guards) == 4
-        kill(gang.starter.pid, *gang.supervisors, *guards)
+        kill(gang.task.pid, *gang.supervisors, *guards)
         gang.await_nothing_left()
 
 
@@ -212,7 +212,7 @@ def test_a_node_that_never_joins_is_named_after_the_start_timeout(tmp_path):
 
 def test_a_parent_killed_before_all_have_joined_is_named(tmp_path):
     with running(tmp_path, FOREVER, nodes=3, order={"only": (0, 1)}) as gang:
-        kill(gang.starter.pid)
+        kill(gang.task.pid)
         gang.await_nothing_left()
         assert gang.end().root_cause.error.endswith("was killed before any rank was started")
 

@@ -175,12 +175,14 @@ def test_a_rank_dies_with_the_process_that_started_it(tmp_path):
     (tmp_path / "run").mkdir()
     entry = {"kind": "script", "target": str(script), "args": [], "working_dir": "/", "import_paths": []}
     (tmp_path / "run" / "plan.json").write_text(json.dumps({"gang": {"entry": entry}}))
-    starter = (
+    parent_code = (
         "import os, subprocess, sys\n"
         "env = dict(os.environ, CLUSTERDDP_SUPERVISOR_PID=str(os.getpid()))\n"
         "subprocess.run([sys.executable, '-m', 'clusterddp.node.rank', sys.argv[1]], env=env)\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", starter, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", parent_code, str(tmp_path / "run")], stdout=subprocess.PIPE, text=True
+    )
     pid = int(parent.stdout.readline())
     parent.kill()
     parent.communicate()

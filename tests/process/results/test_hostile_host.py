@@ -99,7 +99,7 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question() -> None:
         session.ask("facts.clock", timeout_s=0.1)
 
 
-def look_told(files: dict[str, list[int]]) -> dict[str, Any]:
+def listed(files: dict[str, list[int]]) -> dict[str, Any]:
     rest = {"boot": "b", "alive": [], "has_run": True, "end_attempt": None, "end": None, "sum": os.urandom(8).hex()}
     return rest | {"files": files}
 
@@ -109,25 +109,27 @@ def answering(hosts: Hosts, files: dict[str, list[int]], read: Answer) -> Answer
 
     def answer(request: dict[str, Any]) -> bytes:
         if request["do"] == "results.list":
-            return say(runs={run["name"]: look_told(files) for run in request["runs"]})
+            return say(runs={run["name"]: listed(files) for run in request["runs"]})
         return read(request) if request["do"] == "results.read" else say()
 
     return answer
 
 
-def told(**facts: Any) -> dict[str, Any]:
+def read_part(**facts: Any) -> dict[str, Any]:
     return {"gone": False, "length": 0, "size": 0, "mtime_ns": 1, "fits": True} | facts
 
 
 LOG = "attempts/0/logs/rank-000.out"
 ANSWERS_TO_READ: dict[str, Answer] = {
-    "nothing comes of a file that is long": lambda request: say(parts=[told(size=1 << 40) for _ in request["parts"]]),
-    "it never fits": lambda request: say(parts=[told(size=5, fits=False) for _ in request["parts"]]),
+    "nothing comes of a file that is long": lambda request: say(
+        parts=[read_part(size=1 << 40) for _ in request["parts"]]
+    ),
+    "it never fits": lambda request: say(parts=[read_part(size=5, fits=False) for _ in request["parts"]]),
     "fewer parts": lambda request: say(parts=[]),
-    "more bytes than said": lambda request: say(b"xx", parts=[told(size=1) for _ in request["parts"]]),
-    "a negative length": lambda request: say(parts=[told(length=-1) for _ in request["parts"]]),
+    "more bytes than said": lambda request: say(b"xx", parts=[read_part(size=1) for _ in request["parts"]]),
+    "a negative length": lambda request: say(parts=[read_part(length=-1) for _ in request["parts"]]),
     "more than was asked for": lambda request: say(
-        b"x" * (5 << 20), parts=[told(length=5 << 20, size=5 << 20) for _ in request["parts"]]
+        b"x" * (5 << 20), parts=[read_part(length=5 << 20, size=5 << 20) for _ in request["parts"]]
     ),
 }
 
@@ -151,7 +153,10 @@ def test_a_pull_without_progress_ends(hosts: Hosts, how: str) -> None:
 
 def test_a_log_that_always_begins_anew_is_kept_some_times(hosts: Hosts) -> None:
     def anew(request: dict[str, Any]) -> bytes:
-        parts = [told(size=9, fits=False) if part["offset"] else told(length=9, size=9) for part in request["parts"]]
+        parts = [
+            read_part(size=9, fits=False) if part["offset"] else read_part(length=9, size=9)
+            for part in request["parts"]
+        ]
         return say(b"x" * sum(part["length"] for part in parts), parts=parts)
 
     number = iter(range(1, 1000))
@@ -169,7 +174,7 @@ def test_a_log_that_always_begins_anew_is_kept_some_times(hosts: Hosts) -> None:
 
 def test_names_that_no_disk_takes_are_left_there(hosts: Hosts) -> None:
     files = {"tb/\ud800": [1, 1], "tb/" + "x" * 5000: [1, 1], "tb/../../../escaped": [1, 1], "/etc/x": [1, 1]}
-    answer = answering(hosts, files, lambda request: say(b"x", parts=[told(length=1, size=1)]))
+    answer = answering(hosts, files, lambda request: say(b"x", parts=[read_part(length=1, size=1)]))
     hosts.open = lambda access: hostile_session(answer, access.host)  # type: ignore[method-assign]
     hosts.start()
     write_json(hosts.run.attempt(0).path / "end.json", {"outcome": "COMPLETED", "reason": "", "ended": 1.0})

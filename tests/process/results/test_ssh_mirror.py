@@ -110,7 +110,7 @@ def test_a_log_larger_than_any_answer_is_downloaded_whole(hosts: Hosts) -> None:
     assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
 
 
-def test_a_link_that_breaks_while_somebody_follows_costs_no_byte_and_doubles_none(hosts: Hosts) -> None:
+def test_a_connection_that_breaks_while_a_user_follows_loses_no_byte_and_doubles_none(hosts: Hosts) -> None:
     log = hosts.start()[0].stdout(0)
     sync = hosts.sync()
     sync.want_logs([0], 0)
@@ -311,17 +311,17 @@ def test_hosts_are_asked_to_end_a_run_over_the_connections_that_are_there(hosts:
     hosts.start()
     sync = hosts.sync()
     sync.update()
-    told = sync.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
+    answers = sync.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "cancel", "reason": "a test"})
     sync.close()
-    assert (told, len(hosts.sessions)) == ({"gpu01": {"found": True}, "gpu02": {"found": True}}, 2)
+    assert (answers, len(hosts.sessions)) == ({"gpu01": {"found": True}, "gpu02": {"found": True}}, 2)
 
 
 def test_a_host_that_is_down_is_named_when_others_are_asked(hosts: Hosts) -> None:
     hosts.down.add("gpu02")
     sync = hosts.sync()
-    told = sync.ask_hosts(hosts.run, "beat", {})
+    answers = sync.ask_hosts(hosts.run, "beat", {})
     sync.close()
-    assert (told["gpu01"], str(told["gpu02"])) == ({}, "gpu02: connect: timed out")
+    assert (answers["gpu01"], str(answers["gpu02"])) == ({}, "gpu02: connect: timed out")
 
 
 def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
@@ -333,8 +333,8 @@ def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
     sync.update(timeout_s=20)
     late = next(session for session in hosts.sessions if session.host == "gpu02").process
     late.send_signal(signal.SIGSTOP)
-    told = sync.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
-    assert (told["gpu01"], str(told["gpu02"])) == ({"found": True}, "gpu02: ask: no answer within 0.5 s")
+    answers = sync.ask_hosts(hosts.run, "run.ask", {"name": hosts.head.path.name, "what": "stop", "reason": "a test"})
+    assert (answers["gpu01"], str(answers["gpu02"])) == ({"found": True}, "gpu02: ask: no answer within 0.5 s")
 
     def answer_meanwhile(do: str) -> None:
         late.send_signal(signal.SIGCONT)
@@ -353,6 +353,6 @@ def test_a_host_looks_through_its_processes_once_for_all_runs(tmp_path: Path, mo
     monkeypatch.setattr(host_results, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
     host = SimpleNamespace(run_dir=lambda name: tmp_path / name)
     runs = [{"name": f"run-{number}", "token": str(number) * 32, "seen": ""} for number in (1, 2, 1, 2)]
-    told = host_results.list_files(host, {"runs": runs}, None)  # type: ignore[arg-type]
+    listed = host_results.list_files(host, {"runs": runs}, None)  # type: ignore[arg-type]
     assert looks == [(f"{'1' * 32}.", f"{'2' * 32}.")]
-    assert list(told["runs"]) == ["run-1", "run-2"]
+    assert list(listed["runs"]) == ["run-1", "run-2"]

@@ -153,7 +153,7 @@ def test_a_read_only_file_system_is_refused(tmp_path: Path, mounted: Callable[[s
             make_run(plan, os.environ)
 
 
-def test_a_directory_of_somebody_else_is_refused() -> None:
+def test_a_directory_of_another_user_is_refused() -> None:
     base = Path(tempfile.mkdtemp())
     base.chmod(0o755)
     try:
@@ -240,7 +240,7 @@ MOMENTS: dict[str, tuple[str, Callable[[str], bool], list[RunState]]] = {
     "before it is started": ("subprocess.Popen", lambda words: "clusterddp" in words, [RunState.LOST]),
     "when it is started": ("", lambda words: False, [RunState.COMPLETED]),
 }
-"""Of the events that Python tells its auditors: the one that is the last, and the states of the runs that are left."""
+"""Of the events that Python sends its auditors: the last one, and the states of the runs that are left."""
 
 
 def submit_until(plan: Plan, event: str, is_moment: Callable[[str], bool]) -> None:

@@ -60,7 +60,7 @@ def test_all_of_them_are_listed_with_their_states(runs: Path) -> None:
     assert {row["run"]: (row["launcher"], row["state"]) for row in listed} == STATES
 
 
-def test_a_root_cause_is_told_as_it_was(runs: Path) -> None:
+def test_a_root_cause_is_shown_as_it_was(runs: Path) -> None:
     status = clusterddp(runs, "status", "amber-fox-97", "-o", "json")
     assert status["root_cause"] == {
         "rank": 1,

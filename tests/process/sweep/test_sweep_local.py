@@ -44,7 +44,7 @@ COUNT = "env.I=0,1,2"
 
 
 class SweepPerson(Person):
-    """Somebody on this machine who submits sweeps."""
+    """A user of this machine who submits sweeps."""
 
     def run(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
         return self.clusterddp(*arguments, check=False, environ=more)
@@ -154,14 +154,14 @@ def test_a_run_that_waits_says_so(place: SweepPerson) -> None:
     assert (row["state"], row["reason"]) == ("PENDING", f"waits in the queue of {sweep.name}")
 
 
-def test_a_run_that_fails_stops_no_other_and_is_told(place: SweepPerson) -> None:
+def test_a_run_that_fails_stops_no_other_and_is_reported(place: SweepPerson) -> None:
     done = place.run("submit", "job.yaml", COUNT, "--sweep", "--wait", FAILS="1")
     assert done.returncode == 5
     assert states(place.sweeps()[0]) == ["COMPLETED", "FAILED", "COMPLETED"]
     assert "ValueError: the loss is nan" in done.stderr
 
 
-def test_a_killed_queue_ends_no_run_and_what_waited_is_told_to_be_left(place: SweepPerson) -> None:
+def test_a_killed_queue_ends_no_run_and_those_that_waited_are_lost_and_can_be_resumed(place: SweepPerson) -> None:
     sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     await_begun(place, 0)
     kill_queue(sweep)

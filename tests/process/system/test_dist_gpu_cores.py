@@ -22,7 +22,7 @@ TWO_SOCKETS = {"0000:17:00.0": "0-3,8-11", "0000:65:00.0": "4-7,12-15"}
 
 
 def host(directory: Path, near: dict[str, str]) -> dict[str, Path]:
-    """Write what a host with these GPUs tells; their UUIDs are GPU-0000:17:00.0 and so on."""
+    """Write what a host with these GPUs reports; their UUIDs are GPU-0000:17:00.0 and so on."""
     for address, cores in near.items():
         (directory / "gpus" / address).mkdir(parents=True)
         information = f"Model: \t\t NVIDIA H100\nIRQ:   \t\t 220\nGPU UUID: \t GPU-{address}\nDevice Minor: \t 0\n"
@@ -121,8 +121,8 @@ def test_a_node_sets_the_cores_of_its_ranks(
         run, gang, node, first_attempt=0, starter=starter, report=lambda report: None, spared=frozenset
     )
     own_ranks.obey({"kind": "start", "attempt": 0, "restart": 0, "master_port": 1, "networks": ()}, 0.0)
-    told = [launch.values().get("CLUSTERDDP_CORES") for launch in starter.launches.values()]
-    assert told == (halves if expected else [None, None])
+    cores = [launch.values().get("CLUSTERDDP_CORES") for launch in starter.launches.values()]
+    assert cores == (halves if expected else [None, None])
 
 
 def test_a_rank_and_what_it_starts_keep_to_its_cores(tmp_path: Path) -> None:

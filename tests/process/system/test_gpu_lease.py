@@ -54,7 +54,7 @@ def busy(gpus: FakeGpus) -> dict[str, str]:
     return busy_gpus(gpus.environ)
 
 
-def test_a_leased_gpu_is_told_with_its_run(gpus: FakeGpus, leases: list[Lease]) -> None:
+def test_a_leased_gpu_is_named_with_its_run(gpus: FakeGpus, leases: list[Lease]) -> None:
     leases.append(take(gpus, "1"))
     assert busy(gpus) == {"1": "run brisk-otter-3"}
 
@@ -133,7 +133,7 @@ def test_of_many_that_want_a_gpu_at_once_one_gets_it(gpus: FakeGpus) -> None:
 
 
 @pytest.mark.root
-def test_a_lease_of_another_user_is_told_with_the_user(gpus: FakeGpus, tmp_path: Path) -> None:
+def test_a_lease_of_another_user_is_named_with_the_user(gpus: FakeGpus, tmp_path: Path) -> None:
     program = (
         "import os, sys; from clusterddp.system.gpu_lease import take_leases\n"
         "os.setuid(65534); lease = take_leases([sys.argv[1]], 'shy-lynx-1', ()); print(flush=True); sys.stdin.read()"
@@ -146,7 +146,7 @@ def test_a_lease_of_another_user_is_told_with_the_user(gpus: FakeGpus, tmp_path:
         nobody.stdin.close()
 
 
-def test_a_process_that_computes_without_a_lease_is_told_with_its_user(gpus: FakeGpus) -> None:
+def test_a_process_that_computes_without_a_lease_is_named_with_its_user(gpus: FakeGpus) -> None:
     gpus.compute({1: os.getpid()})
     assert busy(gpus) == {"1": f"pid {os.getpid()} of {_user()}"}
 
@@ -198,7 +198,7 @@ def test_who_leaves_the_line_is_not_waited_for(line_of: list[Line]) -> None:
     assert [str(each) for each in third.ahead()] == [f"run {second.run}"]
 
 
-def test_a_run_that_stands_in_line_twice_waits_for_nobody_behind_its_first_place(line_of: list[Line]) -> None:
+def test_a_run_that_stands_in_line_twice_waits_for_no_run_behind_its_first_place(line_of: list[Line]) -> None:
     first, second, _ = line_of
     first.ahead()
     second.ahead()

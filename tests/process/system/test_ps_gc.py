@@ -270,7 +270,7 @@ def test_a_run_that_is_started_again_while_gc_asks_survives():
 
 
 @needs_root
-def test_the_exit_code_tells_that_something_would_not_end(token):
+def test_the_exit_code_reports_a_process_that_does_not_end(token):
     """No process can kill the first of its PID namespace; it stands for one that waits for a disk for ever."""
     init = ["env", f"CLUSTERDDP_COOKIE={token}.n0", "CLUSTERDDP_RUN=brisk-otter-3", "sleep", "600"]
     process = subprocess.Popen([*ALONE, *init])

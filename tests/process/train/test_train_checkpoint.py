@@ -379,7 +379,7 @@ def test_a_full_disk_leaves_the_old_one_and_no_rest(small_disk: Path) -> None:
     assert os.statvfs(small_disk).f_bavail > 50
 
 
-def test_a_directory_that_cannot_be_made_is_told(tmp_path: Path) -> None:
+def test_a_directory_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "checkpoints").write_text("a file is in the way")
     with pytest.raises(ClusterddpError, match="the checkpoint was not written"):
         put(tmp_path, 1)

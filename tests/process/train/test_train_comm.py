@@ -105,8 +105,8 @@ def test_all_ranks_end_with_the_same_weights_and_momentum(gang: Gang, tmp_path: 
 
 
 def epoch_beside_a_stray(group: Group, path: Path, stray: int | None, **options: Any) -> tuple[dict[str, Any], str]:
-    """Train an epoch in which rank `stray` has other weights from the start; return its end, and what was told."""
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    """Train an epoch in which rank `stray` has other weights from the start; return its end, and what was printed."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         setting = settle(group, path, **options)
         state = begin(setting)
         if group.rank == stray:
@@ -116,18 +116,18 @@ def epoch_beside_a_stray(group: Group, path: Path, stray: int | None, **options:
         setting.reporter.close()
     kept = [*state.exchange.common_tensors(), *(state.ema.model.parameters() if state.ema else ())]
     more = tensors_sha256((str(number), tensor) for number, tensor in enumerate(kept))
-    return outcome(state) | {"more": more}, told.getvalue()
+    return outcome(state) | {"more": more}, printed.getvalue()
 
 
 @pytest.mark.parametrize("stray", [None, 0, 2])
-def test_ranks_that_have_come_apart_end_the_epoch_as_rank_0_and_that_is_told(
+def test_ranks_that_have_come_apart_end_the_epoch_as_rank_0_and_that_is_printed(
     gang: Gang, tmp_path: Path, stray: int | None
 ) -> None:
     results = gang.run(3, epoch_beside_a_stray, make_run(tmp_path / "run"), stray)
     assert len({(end["params"], end["momentum"]) for end, _ in results}) == 1
-    told = results[0][1]
-    assert ("were not those of rank 0" in told) == (stray is not None)
-    assert stray is None or f"the weights of {'ranks 1-2' if stray == 0 else 'rank 2'} were not" in told
+    printed = results[0][1]
+    assert ("were not those of rank 0" in printed) == (stray is not None)
+    assert stray is None or f"the weights of {'ranks 1-2' if stray == 0 else 'rank 2'} were not" in printed
 
 
 def epoch_with_more_state(group: Group, path: Path, comm: str) -> tuple[dict[str, Any], str]:
@@ -183,24 +183,24 @@ def test_what_is_rounded_to_bf16_stays_near_to_exact_training(gang: Gang, tmp_pa
     assert 0 < relative_difference(exact, other) < 0.02
 
 
-def rate_used_and_told(group: Group, path: Path, comm: str) -> tuple[float, float, str]:
-    """Train; return the optimizer's rate in the last step, the one in the metrics, and what was told."""
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+def rate_used_and_printed(group: Group, path: Path, comm: str) -> tuple[float, float, str]:
+    """Train; return the optimizer's rate in the last step, the one in the metrics, and what was printed."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         setting = settle(group, path, comm=comm, epochs=1, lr_batch=64, schedule="constant")
         state = train(setting)
         setting.reporter.close()
     rows = [row for row in read_jsonl(RunDir(path).metrics) if row["kind"] == "train"] if group.is_first else []
-    return state.optimizer.param_groups[0]["lr"], rows[-1]["lr"] if rows else 0.0, told.getvalue()
+    return state.optimizer.param_groups[0]["lr"], rows[-1]["lr"] if rows else 0.0, printed.getvalue()
 
 
 @pytest.mark.parametrize(("comm", "rate"), [("exact", 0.2), ("local:1", 0.2), ("local:2", 0.1)])
 def test_ranks_that_step_alone_take_the_rate_that_their_noise_allows_and_say_so(
     gang: Gang, tmp_path: Path, comm: str, rate: float
 ) -> None:
-    used, in_metrics, told = gang.run(4, rate_used_and_told, make_run(tmp_path / "run"), comm)[0]
+    used, in_metrics, printed = gang.run(4, rate_used_and_printed, make_run(tmp_path / "run"), comm)[0]
     assert used == in_metrics == pytest.approx(rate)
-    assert f"peak lr {rate:.3g}" in told
-    assert ("at 0.50 of exact's rate" in told) == (comm == "local:2")
+    assert f"peak lr {rate:.3g}" in printed
+    assert ("at 0.50 of exact's rate" in printed) == (comm == "local:2")
 
 
 def test_local_steps_meet_at_the_mean_of_the_weights(gang: Gang) -> None:
@@ -405,7 +405,7 @@ def test_powersgd_sends_two_thin_matrices_for_each_layer(gang: Gang) -> None:
     assert gang.run(3, bytes_sent_when_compressed) == [pytest.approx(4 / 3 * 4 * values)] * 3
 
 
-def told(group: Group, path: Path, options: dict[str, Any]) -> tuple[str, bool]:
+def reported_exchange(group: Group, path: Path, options: dict[str, Any]) -> tuple[str, bool]:
     setting = settle(group, path, **options)
     state = train(setting)
     setting.reporter.close()
@@ -415,12 +415,15 @@ def told(group: Group, path: Path, options: dict[str, Any]) -> tuple[str, bool]:
 
 @pytest.mark.parametrize("comm", MODES)
 def test_the_summary_says_whether_the_exchange_was_exact(gang: Gang, tmp_path: Path, comm: str) -> None:
-    results = gang.run(2, told, make_run(tmp_path / "run"), {"comm": comm, "max_steps": 2})
+    results = gang.run(2, reported_exchange, make_run(tmp_path / "run"), {"comm": comm, "max_steps": 2})
     assert results == [(comm, comm == "exact")] * 2
 
 
 def test_a_single_rank_is_exact_whatever_the_mode(tmp_path: Path) -> None:
-    assert told(one_rank(), make_run(tmp_path / "run"), {"comm": "local:4", "max_steps": 1}) == ("exact", True)
+    assert reported_exchange(one_rank(), make_run(tmp_path / "run"), {"comm": "local:4", "max_steps": 1}) == (
+        "exact",
+        True,
+    )
 
 
 # -- memory that all ranks see

@@ -1,4 +1,4 @@
-"""`comm: auto` works out each mode's step from what it measured, tells it, and keeps to its choice."""
+"""`comm: auto` works out each mode's step from what it measured, prints it, and keeps to its choice."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_exact_is_chosen_where_nothing_is_gained() -> None:
     assert choose_comm(FAST_LINK, ["bf16", "local:8"]) == "exact"
 
 
-def test_the_numbers_the_rule_and_the_choice_are_told() -> None:
+def test_the_numbers_the_rule_and_the_choice_are_printed() -> None:
     assert explain_choice(SLOW_LINK, ["bf16", "local:8"]) == [
         "comm auto: 2 ranks; ms a step: computing 159.0; "
         "ms to exchange at once: fp32 374.0, bf16 188.0, powersgd:4 90.0, local:8 36.0, local:1 188.0",
@@ -99,19 +99,19 @@ def test_the_numbers_the_rule_and_the_choice_are_told() -> None:
     ]
 
 
-def test_how_busy_the_exchange_keeps_the_processors_is_told() -> None:
+def test_how_busy_the_exchange_keeps_the_processors_is_printed() -> None:
     lines = explain_choice(replace(SLOW_LINK, busy={"fp32": 0.1, "local:8": 0.012}), ["local:8"])
     assert lines[1] == "  of that the processors that compute are busy with it for: fp32 100.0, local:8 12.0"
     assert lines[-2] == "  local:8            171.0           12.0             1.86x"
 
 
 def choice(group: Group, path: Path, options: dict[str, Any]) -> tuple[str, str]:
-    """Return the mode that the ranks begin with, and what rank 0 told before."""
-    with contextlib.redirect_stderr(io.StringIO()) as told:
+    """Return the mode that the ranks begin with, and what rank 0 printed before."""
+    with contextlib.redirect_stderr(io.StringIO()) as printed:
         setting = settle(group, path, **options)
         state = begin(setting)
         setting.reporter.close()
-    return state.exchange.label, told.getvalue()
+    return state.exchange.label, printed.getvalue()
 
 
 AUTO: dict[str, Any] = {"comm": "auto", "comm_allow": ("bf16", "powersgd:2", "local:4")}

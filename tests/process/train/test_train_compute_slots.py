@@ -149,7 +149,7 @@ def test_as_many_ranks_compute_as_cores_and_memory_hold(
     assert plan_turns(num_ranks, threads=threads, cores=cores, need=need, free=int(free * GB)) == at_once
 
 
-def test_too_little_memory_for_one_rank_at_a_time_is_told_with_the_numbers() -> None:
+def test_too_little_memory_for_one_rank_at_a_time_is_reported_with_the_numbers() -> None:
     need = training_memory(RESNET, image_size=32)
     with pytest.raises(ClusterddpError, match=r"16 ranks on this host: [0-9]+ MiB each.*3\.0 GiB of memory are free"):
         plan_turns(16, threads=1, cores=2, need=need, free=3 * 2**30)

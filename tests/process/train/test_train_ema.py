@@ -79,7 +79,7 @@ def test_a_stopped_run_goes_on_to_the_same_average(gang: Gang, tmp_path: Path, c
     assert cut == whole
 
 
-def test_its_accuracy_is_told_beside_the_plain_one(gang: Gang, tmp_path: Path) -> None:
+def test_its_accuracy_is_reported_beside_the_plain_one(gang: Gang, tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     result = gang.run(2, trained, path, [None], {"ema": 0.9})[0]["evaluation"]
     rows = metrics_rows(path, "eval")

@@ -68,7 +68,7 @@ def test_evaluation_leaves_the_model_in_training_mode_and_its_buffers_alone() ->
     assert all(torch.equal(buffer, before[name]) for name, buffer in model.named_buffers())
 
 
-def test_evaluation_that_is_told_to_stop_gives_no_result() -> None:
+def test_evaluation_that_is_asked_to_stop_gives_no_result() -> None:
     dataset = tiny_dataset()
     model = tiny_model(dataset)
     assert evaluate(model, dataset, one_rank(), step=0, stop=lambda: True) is None
@@ -107,7 +107,7 @@ def test_views_are_mirrored_and_moved_and_weighted_as_airbench_does() -> None:
 
 
 @pytest.mark.parametrize("tta", ["mirror", "mirror_translate"])
-def test_accuracy_with_augmentation_is_told_apart_and_the_plain_one_is_as_without(tta: str) -> None:
+def test_accuracy_with_augmentation_is_reported_separately_and_the_plain_one_is_as_without(tta: str) -> None:
     dataset = tiny_dataset()
     model = tiny_model(dataset)
     plain, augmented = (evaluate(model, dataset, one_rank(), step=0, tta=name) for name in ("none", tta))

@@ -1,4 +1,4 @@
-"""What is told of a training besides loss and accuracy: where the time went, and who holds the others up."""
+"""What is reported of a training besides loss and accuracy: where the time went, and who holds the others up."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_the_share_of_the_peak_is_that_of_all_devices() -> None:
     assert (found["tflop_per_s"], found["mfu_percent"], found["comm"]) == (200.0, 10.0, "bf16")
 
 
-def test_without_a_known_peak_no_share_of_it_is_told() -> None:
+def test_without_a_known_peak_no_share_of_it_is_reported() -> None:
     assert figures(peak_tflop_per_s=None)["mfu_percent"] is None
 
 
@@ -168,38 +168,38 @@ def watch(group: Group, windows: list[list[float]]) -> list[str | None]:
 
 
 def test_a_rank_that_is_slow_in_two_windows_in_a_row_is_named_once(gang: Gang) -> None:
-    told, _ = gang.run(2, watch, [[10.0, 13.0]] * 4)
-    assert [line is not None for line in told] == [False, True, False, False]
-    assert "straggler: rank 1 on " in told[1]
-    assert "takes 13.0 ms a step, 1.30 times the others' 10.0 ms" in told[1]
+    lines, _ = gang.run(2, watch, [[10.0, 13.0]] * 4)
+    assert [line is not None for line in lines] == [False, True, False, False]
+    assert "straggler: rank 1 on " in lines[1]
+    assert "takes 13.0 ms a step, 1.30 times the others' 10.0 ms" in lines[1]
 
 
 def test_a_rank_that_is_slow_in_one_window_is_not_named(gang: Gang) -> None:
-    told, _ = gang.run(2, watch, [[10.0, 20.0], [10.0, 10.0], [20.0, 10.0], [10.0, 20.0]])
-    assert told == [None] * 4
+    lines, _ = gang.run(2, watch, [[10.0, 20.0], [10.0, 10.0], [20.0, 10.0], [10.0, 20.0]])
+    assert lines == [None] * 4
 
 
-def test_a_straggler_that_recovers_is_told_so(gang: Gang) -> None:
-    told, _ = gang.run(2, watch, [[20.0, 10.0], [20.0, 10.0], [10.0, 10.0]])
-    assert "rank 0 on" in told[2]
-    assert "is no straggler any more" in told[2]
+def test_a_straggler_that_recovers_is_reported_as_recovered(gang: Gang) -> None:
+    lines, _ = gang.run(2, watch, [[20.0, 10.0], [20.0, 10.0], [10.0, 10.0]])
+    assert "rank 0 on" in lines[2]
+    assert "is no straggler any more" in lines[2]
 
 
 def watch_where_the_reason_takes_its_time(group: Group) -> list[str | None]:
     known = threading.Event()
     stragglers = StragglerWatch(group, ask=lambda: "it is too hot" if known.wait(20) else "the windows waited for it")
-    told = [stragglers.look([10.0, 20.0]) for _ in range(3)]
+    lines = [stragglers.look([10.0, 20.0]) for _ in range(3)]
     known.set()
     time.sleep(0.5)
-    return told + [stragglers.look([10.0, 20.0]) for _ in range(3)]
+    return lines + [stragglers.look([10.0, 20.0]) for _ in range(3)]
 
 
-def test_no_rank_waits_for_the_reason_and_it_is_told_once_it_is_known(gang: Gang) -> None:
-    told, _ = gang.run(2, watch_where_the_reason_takes_its_time)
-    assert [line is not None for line in told] == [False, True, False, True, False, False]
-    assert told[1].endswith("times the others' 10.0 ms")
-    assert told[3].startswith("straggler: rank 1 on ")
-    assert told[3].endswith(": it is too hot")
+def test_no_rank_waits_for_the_reason_and_it_is_printed_once_it_is_known(gang: Gang) -> None:
+    lines, _ = gang.run(2, watch_where_the_reason_takes_its_time)
+    assert [line is not None for line in lines] == [False, True, False, True, False, False]
+    assert lines[1].endswith("times the others' 10.0 ms")
+    assert lines[3].startswith("straggler: rank 1 on ")
+    assert lines[3].endswith(": it is too hot")
 
 
 def train_with_a_slow_rank(group: Group, path: Path, slow: int) -> dict[str, Any]:
@@ -228,7 +228,7 @@ echo "1110 MHz, 1980 MHz, 87, Active, Not Active, Not Active, Active, Not Active
 """
 
 
-def test_a_gpu_that_is_slowed_down_is_told_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_is_slowed_down_is_reported_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = tmp_path / "nvidia-smi"
     command.write_text(NVIDIA_SMI)
     command.chmod(0o755)
@@ -237,7 +237,7 @@ def test_a_gpu_that_is_slowed_down_is_told_with_the_reason(tmp_path: Path, monke
     assert ask_throttling(["-i", "GPU-1"]) == words
 
 
-def test_without_nvidia_smi_nothing_is_told_of_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_nvidia_smi_no_reason_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     assert ask_throttling([]) == ""
 
@@ -245,7 +245,7 @@ def test_without_nvidia_smi_nothing_is_told_of_the_reason(tmp_path: Path, monkey
 # -- a training's figures
 
 
-def test_rows_of_two_ranks_tell_where_the_time_went(gang: Gang, tmp_path: Path) -> None:
+def test_rows_of_two_ranks_show_where_the_time_went(gang: Gang, tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     gang.run(2, train_once, path)
     for row in metrics_rows(path, "train"):
@@ -270,7 +270,7 @@ def test_of_two_ranks_each_sends_the_gradients_once_in_a_step(gang: Gang, tmp_pa
     assert metrics_rows(path, "train")[0]["comm_bytes_per_step"] == num_bytes
 
 
-def test_a_single_rank_sends_nothing_and_waits_for_nobody(tmp_path: Path) -> None:
+def test_a_single_rank_sends_nothing_and_waits_for_no_other(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     train_once(one_rank(), path, max_steps=3)
     (row,) = metrics_rows(path, "train")

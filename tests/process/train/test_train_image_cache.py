@@ -88,7 +88,7 @@ def test_the_sum_is_computed_again_after_a_write_and_after_a_boot(tmp_path: Path
     assert [hashes(), hashes()] == [True, False]
 
 
-def test_a_full_disk_is_told_before_anything_is_read_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_before_anything_is_read_and_leaves_nothing(tmp_path: Path) -> None:
     files.write_folder(tmp_path, sizes=[(50, 40)])
     output, _ = start_loading(tmp_path, 4096).communicate(timeout=120)
     assert re.match(rf"error {tmp_path}/.clusterddp: folder {tmp_path} takes [0-9.]+ KiB there, and cannot be", output)

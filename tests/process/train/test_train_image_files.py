@@ -196,7 +196,7 @@ def test_files_that_are_not_those_published_are_refused(tmp_path: Path, stl10: P
 def test_a_set_is_downloaded_once_and_nothing_else_is_left(
     tmp_path: Path, stl10: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From a server of the test's own: torchvision is told its address and the sum of what lies there."""
+    """From a server of the test's own: torchvision receives its address and the sum of what lies there."""
     asked: list[str] = []
     with tarfile.open(tmp_path / "stl10_binary.tar.gz", "w:gz") as archive:
         archive.add(stl10 / "stl10_binary", "stl10_binary")
@@ -220,7 +220,9 @@ def test_a_set_that_is_not_there_says_what_belongs_where(tmp_path: Path) -> None
     assert "does not download" in str(caught.value.hint)
 
 
-def test_a_host_without_torchvision_is_told_to_install_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_on_a_host_without_torchvision_the_error_says_how_to_install_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     files.write_folder(tmp_path, sizes=[(32, 32)])
     monkeypatch.setitem(sys.modules, "torchvision", None)
     with pytest.raises(ClusterddpError, match=r"torchvision reads folder .* cannot be imported") as caught:

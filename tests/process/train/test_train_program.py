@@ -1,4 +1,4 @@
-"""What the trainer writes and tells, and the trainer as a program."""
+"""What the trainer writes and prints, and the trainer as a program."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, make_run, meeting_place, metrics_rows, one_rank, open_gang, train_once
 
 
-def test_metrics_rows_tell_place_and_speed(tmp_path: Path) -> None:
+def test_metrics_rows_have_place_and_speed(tmp_path: Path) -> None:
     path = make_run(tmp_path / "run")
     train_once(one_rank(), path, batch_size=32)
     assert [row["step"] for row in metrics_rows(path, "train")] == [3, 6, 9, 12, 15, 18]
@@ -199,7 +199,7 @@ def test_data_goes_where_the_submitting_side_expects_it(monkeypatch: pytest.Monk
         assert default_data_dir() == platformdirs.user_cache_path("clusterddp") / "datasets"
 
 
-def test_hashes_tell_name_shape_type_and_values() -> None:
+def test_hashes_depend_on_name_shape_type_and_values() -> None:
     tensor = torch.arange(6, dtype=torch.float32)
     variants = [
         [("a", tensor)],
@@ -248,7 +248,7 @@ def test_a_file_gets_a_plain_line_for_each_report(tmp_path: Path, eta_s: float, 
 
 
 def read_terminal(descriptor: int) -> str:
-    """Read until the other end is closed, which a terminal tells by an error."""
+    """Read until the other end is closed, which a terminal reports as an error."""
     data = b""
     with open(descriptor, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
         while chunk := terminal.read(4096):

@@ -1,4 +1,4 @@
-"""Training goes on while a checkpoint is written; whoever needs it on disk waits for it."""
+"""Training goes on while a checkpoint is written; what needs it on disk waits for it."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_a_run_without_a_snapshot_sends_no_code(sender: Sender) -> None:
     assert uploaded["sent"] == 0
 
 
-def test_how_far_it_is_is_told(sender: Sender) -> None:
+def test_the_progress_is_reported(sender: Sender) -> None:
     words, sent, total = sender.upload()["watched"][-1]
     assert (words, sent) == ("sending 6.0 MB to 2 hosts", total)
 
@@ -220,7 +220,7 @@ def test_a_sender_that_ends_in_the_middle_leaves_nothing_half(sender: Sender, da
     assert not (sender.home / "data" / "set").exists()
 
 
-def test_a_full_disk_is_told_with_its_host(sender: Sender, data: Path) -> None:
+def test_a_full_disk_is_reported_with_its_host(sender: Sender, data: Path) -> None:
     small = sender.home / "data"
     small.mkdir()
     sender.send = {str(data): "~/data/set"}
@@ -234,7 +234,7 @@ def test_a_full_disk_is_told_with_its_host(sender: Sender, data: Path) -> None:
     assert uploaded["error"] == f"node2: ask: {small}/set: the disk is full: 1.0 MB are free, 5.0 MB are needed"
 
 
-def test_a_place_of_its_own_on_each_host_is_told_from_a_shared_one(sender: Sender, data: Path) -> None:
+def test_a_place_of_its_own_on_each_host_is_distinguished_from_a_shared_one(sender: Sender, data: Path) -> None:
     own = sender.home / "data"
     own.mkdir()
     (sender.run / "code").unlink()

@@ -137,7 +137,7 @@ def test_a_node_without_this_python_is_red_in_the_words_of_slurm(two_nodes: Rack
     assert "No such file or directory" in seen.of("report", "node2")["found"]
 
 
-def test_a_job_that_does_not_start_in_time_is_told_and_cancelled_and_no_other(two_nodes: Rack) -> None:
+def test_a_job_that_does_not_start_in_time_is_reported_and_cancelled_and_no_other(two_nodes: Rack) -> None:
     blocker = two_nodes.run(
         HEAD,
         ["sbatch", "--parsable", "-N2", "--exclusive", "-J", "doctor", "-o", "/dev/null", "--wrap", "sleep 60"],
@@ -152,7 +152,7 @@ def test_a_job_that_does_not_start_in_time_is_told_and_cancelled_and_no_other(tw
         two_nodes.run(HEAD, ["scancel", blocker])
 
 
-def test_a_job_that_slurm_refuses_is_told_in_its_words(two_nodes: Rack) -> None:
+def test_a_job_that_slurm_refuses_is_reported_in_slurms_words(two_nodes: Rack) -> None:
     seen = doctor(two_nodes, "--job", "slurm.constraint=nothing")
     assert seen.red == {("job", "head"), ("sbatch --test-only", "head")}
     assert "sbatch:" in seen.of("job", "head")["found"]

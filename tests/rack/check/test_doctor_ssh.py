@@ -92,7 +92,7 @@ def test_hosts_that_are_as_they_should_be_are_healthy(doctor: Doctor) -> None:
     assert checks >= {"ssh", "clock", "Python", "torch", "GPUs", "disk", "own name", "network", "left over", "cores"}
 
 
-def test_the_network_is_told_with_address_speed_mtu_and_reason(doctor: Doctor) -> None:
+def test_the_network_is_shown_with_address_speed_mtu_and_reason(doctor: Doctor) -> None:
     found = doctor.ask()["network", "node2"]["found"]
     assert found == "eth0 10.77.0.12, 10 Gb/s, MTU 1500: the only network by which both hosts reach each other"
 
@@ -261,9 +261,9 @@ def test_hosts_may_be_named_on_the_command_line(doctor: Doctor) -> None:
     assert doctor.ask("--hosts", "node3")["network", "node3"]["level"] == "ok"
 
 
-def test_all_ways_that_were_tried_are_told(doctor: Doctor) -> None:
-    told = json.loads(doctor.place.clusterddp("doctor", "job.yaml", "-o", "json").stdout)
-    ways = {(way["source"], way["target"], way["leaves_by"], way["outcome"]) for way in told["ways"]}
+def test_all_ways_that_were_tried_are_listed(doctor: Doctor) -> None:
+    report = json.loads(doctor.place.clusterddp("doctor", "job.yaml", "-o", "json").stdout)
+    ways = {(way["source"], way["target"], way["leaves_by"], way["outcome"]) for way in report["ways"]}
     assert ways == {("node1", "node2", "eth0", "reached"), ("node2", "node1", "eth0", "reached")}
 
 

@@ -42,13 +42,13 @@ def test_a_program_that_owns_its_ranks_is_one_task_with_all_cores_on_each_node_o
     entry = f'entry: {{command: "{echo}", shell: true, owns_ranks: true}}\n'
     run = slurm.submit(SLURM + entry)
     job = read_run(run).job_id
-    told = slurm.rack.run("head", ["scontrol", "show", "job", str(job)]).stdout
+    shown = slurm.rack.run("head", ["scontrol", "show", "job", str(job)]).stdout
     status = slurm.await_status(run, lambda status: status["state"] in {"COMPLETED", "FAILED"})
     assert status["state"] == "COMPLETED", status
     assert lines_of(run) == ["0 of 2, 2 each", "1 of 2, 2 each"]
     assert status["warning"].endswith("; each of the 4 ranks may have trained alone")
-    assert "NumTasks=2 " in told
-    assert "CPUs/Task=2 " in told
+    assert "NumTasks=2 " in shown
+    assert "CPUs/Task=2 " in shown
 
 
 def test_a_command_over_ssh_works_in_the_copy_of_the_code(ssh_place: SshPlace) -> None:

@@ -139,13 +139,13 @@ def test_on_slurm_a_command_runs_in_the_job_and_does_not_keep_it(rack: Rack) -> 
     run = start_run(person, ON_SLURM)
     check_commands(person, run)
     check_ctrl_c(person, run)
-    told = person.clusterddp(
+    printed = person.clusterddp(
         "exec", run.name, "--", "sh", "-c", "echo $SLURM_JOB_ID $SLURM_STEP_ID; pwd"
     ).stdout.split()
     job_id = person.record(run).job_id
-    assert told[0] == job_id
-    assert told[1:] != ["0", str(person.path)]
-    assert Path(told[2]) == person.path
+    assert printed[0] == job_id
+    assert printed[1:] != ["0", str(person.path)]
+    assert Path(printed[2]) == person.path
     visible = person.clusterddp("exec", run.name, "--", "sh", "-c", "echo ${CUDA_VISIBLE_DEVICES-None}").stdout
     assert visible == run.attempt(0).stdout(0).read_text()
     check_shell(person, run)

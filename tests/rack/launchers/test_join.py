@@ -53,8 +53,8 @@ def machines(three: Rack) -> Iterator[Machines]:
 def test_each_machine_finds_its_place_by_its_own_names_and_addresses(machines: Machines) -> None:
     later, first = machines.join("node2"), machines.join("node1")
     assert (result(later)[0], result(first)[0]) == (0, 0)
-    told = json.loads(machines.run("node2").attempt(0).stdout(1).read_text())
-    assert told == {
+    printed = json.loads(machines.run("node2").attempt(0).stdout(1).read_text())
+    assert printed == {
         "RANK": "1",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "2",
@@ -77,8 +77,13 @@ def test_a_program_that_owns_its_ranks_is_started_once_on_each_machine(machines:
     machines.write("job.yaml", SPEC + "resources: {procs_per_node: 2}\nentry: {script: entry.py, owns_ranks: true}\n")
     both = [machines.join(node) for node in ("node1", "node2")]
     assert [result(process)[0] for process in both] == [0, 0]
-    told = json.loads(machines.run("node2").attempt(0).stdout(1).read_text())
-    assert [told[name] for name in ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")] == ["1", "2", "1", "10.77.0.11"]
+    printed = json.loads(machines.run("node2").attempt(0).stdout(1).read_text())
+    assert [printed[name] for name in ("RANK", "WORLD_SIZE", "NODE_RANK", "MASTER_ADDR")] == [
+        "1",
+        "2",
+        "1",
+        "10.77.0.11",
+    ]
 
 
 def test_every_machine_has_a_record_of_the_run_and_of_its_end(machines: Machines) -> None:
@@ -203,7 +208,7 @@ def test_a_closed_port_ends_within_the_time_out_and_is_named(machines: Machines)
         open_ports(machines.rack, "node1")
 
 
-def test_without_the_key_nobody_takes_part(machines: Machines) -> None:
+def test_without_the_key_no_machine_takes_part(machines: Machines) -> None:
     first = machines.join("node1", "--timeout", "5", environ={"CLUSTERDDP_JOIN_KEY": "mum"})
     code, said = result(machines.join("node2", "--timeout", "5"), 20)
     assert (code, "does not know the same CLUSTERDDP_JOIN_KEY" in said) == (3, True)
@@ -217,7 +222,7 @@ def test_with_the_same_key_and_a_port_of_the_spec_all_take_part(machines: Machin
     assert [result(process)[0] for process in both] == [0, 0]
 
 
-def test_a_stranger_at_the_port_disturbs_nobody(machines: Machines) -> None:
+def test_an_unknown_client_at_the_port_disturbs_no_machine(machines: Machines) -> None:
     machines.write("job.yaml", SPEC + "entry: {script: entry.py}\nnetwork: {master_port: 23456}\n")
     first = machines.join("node1")
     assert first.stdout is not None
@@ -244,7 +249,7 @@ def test_a_run_is_joined_again_with_its_next_attempt_on_all_machines_and_not_fro
     assert (code, "already completed" in said) == (2, True)
 
 
-def test_machines_that_go_on_with_different_runs_are_told_so(machines: Machines) -> None:
+def test_machines_that_resume_different_runs_are_refused_by_name(machines: Machines) -> None:
     machines.write("entry.py", "raise SystemExit(3)\n")
     both = [machines.join(node) for node in ("node1", "node2")]
     assert [result(process)[0] for process in both] == [5, 5]

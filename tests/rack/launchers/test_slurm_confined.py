@@ -103,7 +103,7 @@ def seen(run: RunDir, ranks: int) -> list[dict[str, Any]]:
 
 
 def say(place: SlurmPerson, word: str) -> None:
-    """Tell the ranks, in one step."""
+    """Write a word that the ranks read, in one step."""
     (place.path / "new").write_text(word)
     (place.path / "new").rename(place.path / "word")
 
@@ -136,7 +136,7 @@ def test_ranks_have_the_cores_and_gpus_of_their_job_alone(confined):
     assert end(place, run) == {}
 
 
-def test_a_rank_that_wants_more_memory_than_its_job_has_is_told_so(confined):
+def test_the_cause_of_a_rank_that_wants_more_memory_than_its_job_has_names_the_limit(confined):
     place, run = start(confined, "fill")
     say(place, "fill")
     cause = end(place, run)

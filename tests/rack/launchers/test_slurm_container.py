@@ -71,11 +71,11 @@ def test_the_package_and_python_of_the_image_are_found_though_the_host_lacks_the
     rack.run(HEAD, [sys.executable, "-c", START, str(run.path)], env=environ)
     assert await_final_end(run).outcome == "COMPLETED", (run.launcher_dir / "tasks.log").read_text()
     for rank in range(2):
-        told = json.loads(run.attempt(0).stdout(rank).read_text())
-        assert told["package"] == "/opt/clusterddp/clusterddp/__init__.py"
-        assert told["path"] == "/opt/clusterddp:/opt/image/lib"
-        assert told["python"] == "/opt/image/bin"
-    assert ends_in_ten_minutes(run, int(told["end"]))
+        printed = json.loads(run.attempt(0).stdout(rank).read_text())
+        assert printed["package"] == "/opt/clusterddp/clusterddp/__init__.py"
+        assert printed["path"] == "/opt/clusterddp:/opt/image/lib"
+        assert printed["python"] == "/opt/image/bin"
+    assert ends_in_ten_minutes(run, int(printed["end"]))
 
 
 def ends_in_ten_minutes(run: RunDir, end: int) -> bool:

@@ -82,7 +82,7 @@ def train_2x8(rack: Rack, data_dir: Path, *more: str, ranks_per_node: int = 8) -
     assert {rank["master_addr"] for rank in status["ranks"]} == {rack.plan.address("node1")}
     assert {rank["exit_code"] for rank in status["ranks"]} == {0}
     assert list(run.checkpoints.glob("*.pt"))
-    wait_until(lambda: place.processes(run) == [], 20)  # srun leaves when the end is told already
+    wait_until(lambda: place.processes(run) == [], 20)  # srun ends after the end is recorded
 
 
 @pytest.mark.crowd

@@ -27,7 +27,7 @@ INTERRUPTIBLE = HELLO + UNTIL_STOP
 FOREVER_AT_FIRST = HELLO + "import time\nwhile os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    time.sleep(0.02)\n"
 TWO = ["node1", "node2"]
 THREE = ["node1", "node2", "node3"]
-STARTERS = pytest.mark.parametrize("starter", ["", "start: torchrun"], ids=["clusterddp", "torchrun"])
+START_KEYS = pytest.mark.parametrize("start_key", ["", "start: torchrun"], ids=["clusterddp", "torchrun"])
 PREEMPT = ["sbatch", "-N2", "--exclusive", "-p", "high", "-o", "/dev/null", "--wrap", "sleep 1"]
 
 
@@ -48,10 +48,10 @@ def test_the_time_limit_stops_the_ranks_and_the_job_starts_again():
         assert "time limit" in first.reason
 
 
-@STARTERS
-def test_a_warned_job_stops_within_its_grace_and_goes_on_after_the_preemption(starter):
+@START_KEYS
+def test_a_warned_job_stops_within_its_grace_and_goes_on_after_the_preemption(start_key):
     with running_rack(RackPlan(nodes=TWO, preempt_grace_s=30)) as rack:
-        run, job = start(rack, INTERRUPTIBLE, more=f"restarts: 2\n{starter}")
+        run, job = start(rack, INTERRUPTIBLE, more=f"restarts: 2\n{start_key}")
         rack.run(HEAD, PREEMPT)
         assert await_final_end(run, 120).outcome == "COMPLETED"
         first = read_end(run.attempt(0))
@@ -59,10 +59,10 @@ def test_a_warned_job_stops_within_its_grace_and_goes_on_after_the_preemption(st
         assert "preempted" in first.reason
 
 
-@STARTERS
-def test_a_host_s_loss_is_survived_on_another_host(starter):
+@START_KEYS
+def test_a_host_s_loss_is_survived_on_another_host(start_key):
     with running_rack(RackPlan(nodes=THREE, slurmd_timeout_s=5)) as rack:
-        run, _ = start(rack, FOREVER_AT_FIRST, more=f"restarts: 2\n{starter}")
+        run, _ = start(rack, FOREVER_AT_FIRST, more=f"restarts: 2\n{start_key}")
         rack.power_off("node2")
         assert await_final_end(run, 150).outcome == "COMPLETED"
         first = read_end(run.attempt(0))
@@ -109,7 +109,7 @@ def test_a_cluster_that_requeues_no_job_by_itself_is_no_obstacle(options, follow
 
 
 def rank_of(task: Process) -> str:
-    """Tell which rank's task a process is; srun and the batch script are none's."""
+    """Return which rank's task a process is; srun and the batch script are none's."""
     return (
         read_environment(task.pid).get("SLURM_PROCID", "")
         if "clusterddp.node.task" in read_command(task.pid)[1:3]

@@ -1,4 +1,4 @@
-"""Submitting to a real Slurm: what is queued, what Slurm is told, and what it never learns."""
+"""Submitting to a real Slurm: what is queued, what Slurm receives, and what it never receives."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_a_job_carries_its_tag_in_name_and_comment(person: SlurmPerson) -> None:
     assert f"Comment=clusterddp {record.run} {record.job_tag}" in person.slurm("scontrol", "show", "job", job["JobId"])
 
 
-def test_slurm_is_told_the_size_of_the_job_and_where_its_log_goes(person: SlurmPerson) -> None:
+def test_slurm_receives_the_size_of_the_job_and_the_path_of_its_log(person: SlurmPerson) -> None:
     person.clusterddp("submit", "job.yaml", "resources.cpus_per_task=3", "resources.memory_gb=1.5", "resources.time=90")
     job = person.job(str(person.record().job_id))
     launcher = str(person.run_dir().launcher_dir)
@@ -172,7 +172,7 @@ def test_the_dry_run_asks_the_scheduler_and_writes_nothing(person: SlurmPerson) 
     assert "scheduler accepts it: Job" in person.clusterddp("submit", "job.yaml", "-n", "slurm.hold=false").stdout
 
 
-def test_the_dry_run_tells_a_refusal_in_slurms_words(person: SlurmPerson) -> None:
+def test_the_dry_run_prints_a_refusal_in_slurms_words(person: SlurmPerson) -> None:
     done = person.clusterddp("submit", "job.yaml", "-n", "resources.nodes=99")
     assert done.returncode == 3
     assert "plan for" in done.stdout
@@ -213,7 +213,7 @@ def test_a_job_that_waits_is_cancelled_at_once_and_its_end_recorded(person: Slur
     assert person.status()["state"] == "CANCELLED"
 
 
-def test_a_number_that_slurm_gave_to_somebody_else_is_never_cancelled(person: SlurmPerson) -> None:
+def test_a_job_id_that_slurm_gave_to_another_job_is_never_cancelled(person: SlurmPerson) -> None:
     person.clusterddp("submit", "job.yaml")
     ours = person.record()
     strangers = person.slurm("sbatch", "--parsable", "--hold", "--wrap=true").strip()

@@ -1,4 +1,4 @@
-"""Submits whose answer is lost: the job is found by its tag, told apart from a refusal, and never submitted twice."""
+"""Submits whose answer is lost: the job is found by its tag, is no refusal, and is never submitted twice."""
 
 from __future__ import annotations
 

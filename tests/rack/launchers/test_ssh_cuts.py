@@ -1,4 +1,4 @@
-"""The laptop is cut off from hosts in the middle of a run, or somebody presses Ctrl-C; others on the hosts stay."""
+"""The laptop is cut off from hosts in the middle of a run, or the user presses Ctrl-C; others on the hosts stay."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root]
 
-UNTIL_TOLD = "import os, time\nwhile not os.path.exists('/tmp/told'):\n    time.sleep(0.1)\n"
+UNTIL_ASKED = "import os, time\nwhile not os.path.exists('/tmp/asked'):\n    time.sleep(0.1)\n"
 NO_WAY_OUT = "add table inet cut\n" + "".join(
     f"add chain inet cut {way} {{ type filter hook {way} priority 0; policy drop; }}\n"
     f"add rule inet cut {way} {side} lo accept\n"
@@ -82,8 +82,8 @@ def ranks_of(place: SshPlace, run: RunDir) -> set[int]:
     return {each.pid for each in found if each.role.startswith("n")}
 
 
-def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_network(place: SshPlace) -> None:
-    (place.path / "gang.py").write_text(UNTIL_TOLD)
+def test_a_detached_run_and_the_command_that_waits_for_it_survive_a_laptop_without_a_network(place: SshPlace) -> None:
+    (place.path / "gang.py").write_text(UNTIL_ASKED)
     run = place.submit(SPEC)
     wait_until(place.host_run_dir("node1", run).attempt(0).start.exists, 40)
     waiting = place.start("wait", run.name)
@@ -91,7 +91,7 @@ def test_a_detached_run_and_whoever_waits_for_it_do_not_mind_a_laptop_without_a_
     with cut_off(place.rack):
         time.sleep(SILENCE_S + 4)
         for node in NODES:
-            place.rack.outside(node, "/tmp/told").touch()
+            place.rack.outside(node, "/tmp/asked").touch()
         wait_until(lambda: read_end(place.host_run_dir("node1", run).attempt(0)) is not None, 20)
     _, said = waiting.communicate(timeout=240)
     assert (waiting.returncode, place.status(run)["state"]) == (0, "COMPLETED"), said
@@ -129,7 +129,7 @@ def test_ctrl_c_while_a_run_is_being_started_leaves_nothing_of_it(place: SshPlac
     assert (place.status(run)["state"], command.returncode) == ("CANCELLED", 130)
 
 
-def test_ctrl_c_while_somebody_waits_for_a_detached_run_leaves_it_alone(place: SshPlace) -> None:
+def test_ctrl_c_at_a_command_that_waits_for_a_detached_run_leaves_it_alone(place: SshPlace) -> None:
     command, run = start(place, "--wait")
     before = ranks_of(place, run)
     send(command, signal.SIGINT)
@@ -180,7 +180,7 @@ def mimic(place: SshPlace, lookalikes: Lookalikes, run: RunDir) -> set[int]:
     return lookalikes.pids(place, token)
 
 
-def test_cancel_ends_no_other_run_and_no_lookalike_of_somebody_else(place: SshPlace, lookalikes: Lookalikes) -> None:
+def test_cancel_ends_no_other_run_and_no_lookalike_of_another_user(place: SshPlace, lookalikes: Lookalikes) -> None:
     _, other = start(place)
     others = ranks_of(place, other)
     run = place.submit(SPEC)

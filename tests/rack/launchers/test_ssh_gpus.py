@@ -40,7 +40,8 @@ say(pid=os.getpid())
 nodes = dict(enumerate(sessions[name] for name in names))
 try:
     counts = dict(enumerate(order["gpus"].values()))
-    grants = lease_gpus(nodes, counts, run=order["run"], when_busy=order["when_busy"], tell=lambda text: say(told=text))
+    report = lambda text: say(waits=text)
+    grants = lease_gpus(nodes, counts, run=order["run"], when_busy=order["when_busy"], report=report)
     say(gpus=[grant.gpus for grant in grants.values()])
     sys.stdin.read()
 except PreflightError as error:
@@ -170,7 +171,7 @@ def test_the_leases_of_a_killed_launcher_are_free(launchers: Launchers) -> None:
 def test_a_run_that_waits_says_for_whom_and_is_next(launchers: Launchers) -> None:
     first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
     second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
-    assert launchers.says(second) == {"told": "waiting for 2 GPUs of node1: GPUs 0 and 1: run brisk-otter-3"}
+    assert launchers.says(second) == {"waits": "waiting for 2 GPUs of node1: GPUs 0 and 1: run brisk-otter-3"}
     launchers.let_go(first)
     assert launchers.says(second) == {"gpus": [["0", "1"]]}
 
@@ -180,11 +181,11 @@ def test_who_came_first_is_served_first_even_when_the_next_one_needs_less(launch
     second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
     launchers.says(second)
     third = launchers.start("calm-wren-2", {"node1": 1}, wait=True)
-    assert launchers.says(third) == {"told": "waiting for 1 GPU of node1, in line after run shy-lynx-1"}
+    assert launchers.says(third) == {"waits": "waiting for 1 GPU of node1, in line after run shy-lynx-1"}
     launchers.let_go(first)
     assert launchers.says(second) == {"gpus": [["0", "1"]]}
     launchers.let_go(second)
-    while "told" in (said := launchers.says(third)):
+    while "waits" in (said := launchers.says(third)):
         pass
     assert len(said["gpus"][0]) == 1
 
@@ -196,7 +197,7 @@ def test_who_is_killed_in_line_is_not_waited_for(launchers: Launchers) -> None:
     launchers.says(third)
     launchers.kill(second)
     launchers.let_go(first)
-    while "told" in (said := launchers.says(third)):
+    while "waits" in (said := launchers.says(third)):
         pass
     assert said == {"gpus": [["0", "1"]]}
 

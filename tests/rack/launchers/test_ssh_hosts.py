@@ -20,7 +20,7 @@ name: lan
 device: cpu
 ssh: {python: /opt/bare/bin/python, dir: ~/deep/er}
 """
-TELL = """\
+PRINT_FACTS = """\
 import json, os, pathlib
 names = "RANK LOCAL_RANK LOCAL_WORLD_SIZE WORLD_SIZE NODE_RANK".split()
 facts = {name: int(os.environ[name]) for name in names}
@@ -47,8 +47,8 @@ def test_unequal_hosts_of_a_hostfile_have_the_ranks_code_and_data_of_the_plan(ss
     (place.path / "data" / "x").write_text("sent")
     (place.path / "hosts").write_text("node2 slots=1   # rank 0\nnode1 slots=3\n")
     (place.path / "src").mkdir()
-    (place.path / "src" / "tell.py").write_text(TELL)
-    spec = SPEC.replace("{python", "{send: {data: ~/data}, python") + "entry: {script: src/tell.py}\n"
+    (place.path / "src" / "facts.py").write_text(PRINT_FACTS)
+    spec = SPEC.replace("{python", "{send: {data: ~/data}, python") + "entry: {script: src/facts.py}\n"
     run = place.submit(spec, "--hostfile", "hosts")
     wait_until(lambda: is_complete(place, "node2", run), 60)
     facts = []

@@ -1,4 +1,4 @@
-"""Runs on hosts that share nothing with the laptop they are submitted from: started, told, and ended."""
+"""Runs on hosts that share nothing with the laptop they are submitted from: started, shown, and ended."""
 
 from __future__ import annotations
 
@@ -90,19 +90,19 @@ def test_ranks_that_meet_on_each_host_alone_are_warned_of(place: SshPlace) -> No
     assert end.warning.endswith("; each of the 4 ranks may have trained alone")
 
 
-def test_ranks_are_told_where_they_stand(place: SshPlace) -> None:
-    (place.path / "tell.py").write_text(
+def test_ranks_receive_their_place(place: SshPlace) -> None:
+    (place.path / "facts.py").write_text(
         "import json, os\n"
         "names = 'RANK LOCAL_RANK WORLD_SIZE GROUP_RANK MASTER_ADDR GLOO_SOCKET_IFNAME NCCL_SOCKET_IFNAME A SECRET'\n"
         "print(json.dumps({name: os.environ.get(name) for name in names.split()}))\n"
     )
-    text = SPEC + "entry: {script: tell.py}\nenv: {A: $(touch /tmp/canary)}\nsecrets: [SECRET]\n"
+    text = SPEC + "entry: {script: facts.py}\nenv: {A: $(touch /tmp/canary)}\nsecrets: [SECRET]\n"
     (place.path / "job.yaml").write_text(text)
     place.clusterddp("submit", "job.yaml", environ={"SECRET": "mum-4711-mum"})
     run = place.run_dir()
     assert await_end(place, run).outcome == "COMPLETED"
-    told = json.loads(place.host_run_dir("node2", run).attempt(0).stdout(2).read_text())
-    assert told == {
+    printed = json.loads(place.host_run_dir("node2", run).attempt(0).stdout(2).read_text())
+    assert printed == {
         "RANK": "2",
         "LOCAL_RANK": "0",
         "WORLD_SIZE": "4",
@@ -119,8 +119,8 @@ def test_ranks_are_told_where_they_stand(place: SshPlace) -> None:
 
 
 def test_every_variable_of_the_laptop_stays_there(place: SshPlace) -> None:
-    (place.path / "tell.py").write_text("import os\nprint('LAPTOP' in os.environ, os.environ.get('PYTHONPATH', ''))\n")
-    run_text = SPEC + "entry: {script: tell.py}\n"
+    (place.path / "facts.py").write_text("import os\nprint('LAPTOP' in os.environ, os.environ.get('PYTHONPATH', ''))\n")
+    run_text = SPEC + "entry: {script: facts.py}\n"
     (place.path / "job.yaml").write_text(run_text)
     place.clusterddp("submit", "job.yaml", environ={"LAPTOP": "1"})
     run = place.run_dir()
@@ -167,11 +167,12 @@ def test_a_start_that_node_0_has_ended_says_why(place: SshPlace) -> None:
     process = place.start("submit", "job.yaml")
     wait_until(lambda: list_runs(place.runs_dir), 20)
     wait_until(lambda: any(each.role == "s0" for each in place.processes("node1")), 30)
-    write_json(place.host_run_dir("node1").cancel_file, {"by": "somebody else", "time": time.time()})
-    _, told = process.communicate(timeout=PATIENCE * 60)
-    assert (process.returncode, "node1: node 0 has ended the start: cancelled by somebody else" in told) == (3, True), (
-        told
-    )
+    write_json(place.host_run_dir("node1").cancel_file, {"by": "another user", "time": time.time()})
+    _, stderr = process.communicate(timeout=PATIENCE * 60)
+    assert (process.returncode, "node1: node 0 has ended the start: cancelled by another user" in stderr) == (
+        3,
+        True,
+    ), stderr
     assert place.all_processes() == []
 
 

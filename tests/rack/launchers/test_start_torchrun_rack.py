@@ -48,11 +48,11 @@ def test_a_job_has_one_task_for_each_node_and_its_ranks_are_started_again_by_tor
     place = SlurmPerson.at(rack, "start-torchrun")
     (place.path / "entry.py").write_text(SCRIPT)
     run = place.submit(SPEC + "launcher: slurm\n")
-    told = rack.run("head", ["scontrol", "show", "job", read_run(run).job_id]).stdout
+    shown = rack.run("head", ["scontrol", "show", "job", read_run(run).job_id]).stdout
     status = place.await_status(run, lambda status: status["state"] in {"COMPLETED", "FAILED"})
     assert status["state"] == "COMPLETED", status
-    assert "NumTasks=2 " in told
-    assert "CPUs/Task=2 " in told
+    assert "NumTasks=2 " in shown
+    assert "CPUs/Task=2 " in shown
     check(run, status["ranks"][2]["host"])
     assert len({rank["host"] for rank in status["ranks"]}) == 2
 

@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
     ],
     ids=str,
 )
-def test_a_slurm_run_bears_the_fault_or_tells_its_cause(rack: Rack, fault: Fault):
+def test_a_slurm_run_survives_the_fault_or_names_its_cause(rack: Rack, fault: Fault):
     line, logs = play_round(rack, fault)
     assert line["right"], f"{line}\n{logs}"
 
@@ -32,6 +32,6 @@ def test_a_slurm_run_bears_the_fault_or_tells_its_cause(rack: Rack, fault: Fault
     ],
     ids=str,
 )
-def test_a_run_over_ssh_bears_the_fault_or_tells_its_cause(lan: Rack, fault: Fault):
+def test_a_run_over_ssh_survives_the_fault_or_names_its_cause(lan: Rack, fault: Fault):
     line, logs = play_round(lan, fault)
     assert line["right"], f"{line}\n{logs}"

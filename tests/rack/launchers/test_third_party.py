@@ -132,16 +132,16 @@ def examples(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def check_one_group(ends: Mapping[str, Ended]) -> None:
-    """Check that four ranks ended well, told of a world of four, and ended with the same weight.
+    """Check that four ranks ended well, printed a world of four, and ended with the same weight.
 
     They begin with weights of their own and see other samples, so without a group the weights would differ.
     """
     for launcher, end in ends.items():
         assert (launcher, end.status["state"], end.exit_code) == (launcher, "COMPLETED", 0), end
         assert [rank["exit_code"] for rank in end.status["ranks"]] == [0, 0, 0, 0]
-        told = [match for line in end.lines if (match := re.fullmatch(r"rank (\d) of 4: (\S+)", line))]
-        assert [match[1] for match in told] == ["0", "1", "2", "3"], end.lines
-        assert len({match[2] for match in told}) == 1, end.lines
+        printed = [match for line in end.lines if (match := re.fullmatch(r"rank (\d) of 4: (\S+)", line))]
+        assert [match[1] for match in printed] == ["0", "1", "2", "3"], end.lines
+        assert len({match[2] for match in printed}) == 1, end.lines
 
 
 def copy(script: str) -> Callable[[Path], object]:

@@ -138,7 +138,7 @@ def test_a_report_and_a_comparison_are_made_where_the_runs_are(laptop: Laptop) -
     assert found["differences"]["spec"] == {"env.WHAT": {runs[0]: None, runs[1]: "other"}}
 
 
-def test_the_exit_code_tells_how_a_run_ended(laptop: Laptop) -> None:
+def test_the_exit_code_reports_how_a_run_ended(laptop: Laptop) -> None:
     laptop.go.write_text("fail")
     run = laptop.submit()
     assert laptop.clusterddp("wait", run).returncode == 5
@@ -364,7 +364,7 @@ def test_a_spec_for_this_machine_stays_here(laptop: Laptop) -> None:
     assert not laptop.there.exists()
 
 
-def test_a_default_profile_is_asked_for_runs_that_nobody_here_knows(laptop: Laptop) -> None:
+def test_a_default_profile_is_asked_for_runs_that_are_not_known_here(laptop: Laptop) -> None:
     run = laptop.submit("slurm.hold=true")
     laptop.configure("default_profile: hpc\n")
     assert run in laptop.ok("status", run, "--runs", "elsewhere")

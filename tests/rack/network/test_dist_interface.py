@@ -1,4 +1,4 @@
-"""This host's network interfaces, as the kernel tells them."""
+"""This host's network interfaces, as the kernel lists them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_psutil_is_not_needed() -> None:
     assert subprocess.check_output([sys.executable, "-c", program], text=True, cwd=ROOT) == "lo\n"
 
 
-def test_a_route_tells_the_interface() -> None:
+def test_a_route_names_the_interface() -> None:
     assert interface_towards("127.0.0.1").name == "lo"
 
 
@@ -80,7 +80,7 @@ class TestOnAHost:
         out = rack.run(host, [sys.executable, "-c", SHOW], env={"PYTHONPATH": str(ROOT)}).stdout
         return {data["name"]: build(Link, data) for data in json.loads(out)}
 
-    def test_kinds_are_told(self, hosts: Rack) -> None:
+    def test_kinds_are_read(self, hosts: Rack) -> None:
         found = {name: link.kind for name, link in self.links(hosts, "node1").items() if not link.loopback}
         assert found == {"eth0": "veth", "docker0": "bridge", "veth0": "veth", "veth1": "veth"}
 

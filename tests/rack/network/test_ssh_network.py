@@ -153,7 +153,7 @@ def test_the_master_is_the_first_host(lan: Lan) -> None:
     assert lan.settle("node3", "node1").found["master_addr"] == "10.77.0.13"
 
 
-def test_why_is_told(lan: Lan) -> None:
+def test_the_reason_is_reported(lan: Lan) -> None:
     why = lan.settle().found["nodes"][1][2]
     assert why == "the only network by which all 3 hosts reach each other; 10 Gb/s"
 
@@ -174,13 +174,13 @@ def test_one_host_alone_stays_on_its_loopback(lan: Lan) -> None:
     assert (answer.found["master_addr"], answer.interfaces) == ("127.0.0.1", ["lo"])
 
 
-def test_nobody_listens_afterwards(lan: Lan) -> None:
+def test_no_process_listens_afterwards(lan: Lan) -> None:
     before = lan.rack.run("node1", ["ss", "-Htln"]).stdout
     lan.settle()
     assert lan.rack.run("node1", ["ss", "-Htln"]).stdout == before
 
 
-def test_the_whole_matrix_is_told(lan: Lan) -> None:
+def test_the_whole_matrix_is_reported(lan: Lan) -> None:
     rows = lan.settle().found["rows"]
     assert {(row["source"], row["target"]) for row in rows} == {
         ("node1", "node2"),
@@ -291,7 +291,7 @@ def test_an_interface_that_the_user_names_is_tried(lan: Lan) -> None:
     assert "node1 -> node2 eth1 10.88.0.2, any port: no answer" in answer.error
 
 
-def test_between_containers_nobody_meets(lan: Lan) -> None:
+def test_between_containers_no_host_is_reached(lan: Lan) -> None:
     assert "docker0 (172.17.0.1, the same on other hosts)" in lan.settle(interface="docker0").error
 
 

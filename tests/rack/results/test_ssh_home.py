@@ -83,7 +83,7 @@ def counted(rank: int, num_lines: int = NUM_LINES) -> str:
     return "".join(f"{rank} {number}\n" for number in range(num_lines))
 
 
-def test_whoever_waits_has_the_results_at_the_end(place: SshPlace) -> None:
+def test_a_command_that_waits_has_the_results_at_the_end(place: SshPlace) -> None:
     (place.path / "job.yaml").write_text(
         SPEC + "train: {dataset: shapes, samples: 256, model: fastnet, width: 0.125, epochs: 1, batch_size: 32}\n"
     )
@@ -101,7 +101,7 @@ def test_following_is_the_log_byte_for_byte(place: SshPlace) -> None:
     assert done.stdout == counted(2)
 
 
-def test_links_that_break_while_somebody_follows_cost_no_byte_and_double_none(own_place: SshPlace) -> None:
+def test_connections_that_break_while_a_user_follows_lose_no_byte_and_double_none(own_place: SshPlace) -> None:
     run = own_place.submit(COUNT_LONG)
     process = own_place.start("logs", "-f", "--rank", "0", run.name)
     wait_until(lambda: size_of(run.attempt(0).stdout(0)) > 0, 40)
@@ -146,13 +146,13 @@ def test_status_names_a_host_that_is_off_and_shows_the_others(own_place: SshPlac
     assert status(own_place, run)["state"] == "RUNNING"
     own_place.rack.power_off("node1")
     text = own_place.clusterddp("status", run.name).stdout
-    # On a slow machine node2 has told before we could ask.
+    # On a slow machine node2 has reported before we could ask.
     assert "node1 cannot be reached (" in text or "node 0 on node1 is lost" in text
     ranks = {rank["rank"]: rank["state"] for rank in own_place.await_state("FAILED", run=run)["ranks"]}
     assert ranks[2] == "KILLED"
 
 
-def test_what_could_not_be_fetched_is_told_and_fetched_later(own_place: SshPlace) -> None:
+def test_what_could_not_be_fetched_is_named_and_fetched_later(own_place: SshPlace) -> None:
     run = own_place.submit(COUNT)
     await_over(own_place, run)
     own_place.rack.power_off("node2")
@@ -176,7 +176,7 @@ def test_all_hosts_are_off_and_what_was_known_last_is_shown(own_place: SshPlace)
     assert "last known: RUNNING" in done.stdout
 
 
-def test_nothing_is_known_and_no_host_answers_is_told_by_the_exit_code(own_place: SshPlace) -> None:
+def test_the_exit_code_reports_that_nothing_is_known_and_no_host_answers(own_place: SshPlace) -> None:
     run = own_place.submit(SLEEP)
     await_started(own_place, run)
     for node in ("node1", "node2"):
@@ -186,7 +186,7 @@ def test_nothing_is_known_and_no_host_answers_is_told_by_the_exit_code(own_place
 
 
 def test_resume_waits_for_a_host_that_is_busy(own_place: SshPlace) -> None:
-    """Once, Python takes longer to start there than a look waits; nobody has seen the end of the run before."""
+    """Once, Python takes longer to start there than a look waits; no command has seen the end of the run before."""
     (own_place.path / "fail.py").write_text("raise SystemExit(3)\n")
     slow = '#!/bin/sh\nif rm /srv/slow 2>/dev/null; then sleep 14; fi\nexec /opt/bare/bin/python "$@"\n'
     for node in ("node1", "node2"):

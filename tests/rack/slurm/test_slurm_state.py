@@ -245,7 +245,7 @@ def test_a_job_whose_time_was_up_has_failed_and_says_so(rack: Rack, slurm: Slurm
     assert (view.state, "its time was up" in view.reason) == (RunState.FAILED, True)
 
 
-def test_a_run_of_another_user_runs_for_whoever_looks_and_only_its_owner_ends_it(
+def test_a_run_of_another_user_is_running_for_every_user_and_only_its_owner_ends_it(
     rack: Rack, make: Callable[..., RunDir]
 ) -> None:
     run, forgotten = make(), make(job_id="4711")
@@ -291,7 +291,7 @@ def test_a_job_that_was_cancelled_makes_its_run_cancelled(
 ) -> None:
     run = make()
     job = submit_job(rack, run, f"--uid={user}", "--output=/dev/null", "--chdir=/")
-    if user != "root":  # root looks at the run of somebody else
+    if user != "root":  # root looks at the run of another user
         rack.run("head", ["chown", "-R", user, str(run.path)])
     await_state(rack, job, "RUNNING")
     rack.run("head", ["scancel", job], user=user)
@@ -310,9 +310,7 @@ def test_a_requeued_run_waits_to_start_again(rack: Rack, slurm: Slurm, make: Cal
     assert (view.state, view.reason.partition("; ")[0]) == (RunState.REQUEUED, "starts again after: the reason")
 
 
-def test_a_requeue_that_nobody_recorded_is_one_all_the_same(
-    rack: Rack, slurm: Slurm, make: Callable[..., RunDir]
-) -> None:
+def test_a_requeue_without_a_record_counts_as_one(rack: Rack, slurm: Slurm, make: Callable[..., RunDir]) -> None:
     run = make()
     job = submit_job(rack, run)
     begin_attempt(run)
@@ -391,7 +389,7 @@ def test_each_task_of_an_array_is_a_run(rack: Rack, slurm: Slurm, make: Callable
     assert (view.state, view.job.job_id) == (RunState.PENDING, f"{job}_98")
 
 
-def test_a_run_that_nobody_queued_is_lost_when_what_submitted_it_is_gone(
+def test_a_run_without_a_job_is_lost_when_the_process_that_submitted_it_is_gone(
     slurm: Slurm, make: Callable[..., RunDir]
 ) -> None:
     run = make()

@@ -63,7 +63,7 @@ def kill_slurmctld(rack: Rack) -> None:
 
 
 def read_forgotten(rack: Rack, run: RunDir, job: str, slurm: Slurm) -> RunView:
-    """Read the state of a run when squeue has forgotten its job and nobody has touched its files for long."""
+    """Read the state of a run when squeue has forgotten its job and its files have not changed for long."""
     await_state(rack, job, "gone", within_s=120)
     age(run)
     return read_state(run, slurm)
@@ -138,7 +138,7 @@ def test_a_run_whose_node_was_lost_is_requeued_where_slurm_queues_it_again(
         forgetful.run("head", ["scancel", job])
 
 
-def test_without_a_controller_a_run_is_unknown_and_the_last_known_is_told(
+def test_without_a_controller_a_run_is_unknown_and_the_last_known_is_shown(
     forgetful: Rack, slurm: Slurm, run: RunDir
 ) -> None:
     job = submit_job(forgetful, run)
@@ -187,7 +187,7 @@ def test_a_job_that_a_killed_controller_forgot_is_lost_and_its_number_anothers(
     )
 
 
-def test_the_accounting_tells_how_a_forgotten_job_ended(accounting: Rack, accounted: RunDir, tmp_path: Path) -> None:
+def test_the_accounting_reports_how_a_forgotten_job_ended(accounting: Rack, accounted: RunDir, tmp_path: Path) -> None:
     job = submit_job(accounting, accounted, script="exit 3")
     begin_attempt(accounted)
     view = read_forgotten(accounting, accounted, job, reach_slurm(accounting, tmp_path / "bin"))
@@ -197,7 +197,7 @@ def test_the_accounting_tells_how_a_forgotten_job_ended(accounting: Rack, accoun
     )
 
 
-def test_the_accounting_tells_who_cancelled_a_forgotten_job(
+def test_the_accounting_names_who_cancelled_a_forgotten_job(
     accounting: Rack, accounted: RunDir, tmp_path: Path
 ) -> None:
     job = submit_job(accounting, accounted)
@@ -217,7 +217,7 @@ def test_the_last_start_of_a_requeued_job_decides(accounting: Rack, accounted: R
     assert (view.state, view.job.twins if view.job else None) == (RunState.CANCELLED, ())
 
 
-def test_a_forgotten_job_whose_number_nobody_told_us_is_found_by_its_tag(
+def test_a_forgotten_job_whose_id_was_not_received_is_found_by_its_tag(
     accounting: Rack, accounted: RunDir, tmp_path: Path
 ) -> None:
     job = submit_job(accounting, accounted, script="exit 3")

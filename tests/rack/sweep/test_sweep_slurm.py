@@ -79,7 +79,7 @@ def test_each_task_is_a_run_with_its_own_value_log_and_record(cluster: Rack) -> 
     assert [claim["job_id"] for claim in claims] == [read_run(run).job_id for run in sweep.runs()]
 
 
-def test_a_run_that_fails_fails_alone_and_wait_tells_it(cluster: Rack) -> None:
+def test_a_run_that_fails_fails_alone_and_wait_reports_it(cluster: Rack) -> None:
     place = SweepPerson.at(cluster, "fail", FAIL_ONE)
     sweep = place.submit_sweep("env.SEED=0,1,2")
     waited = place.clusterddp("wait", "@last", check=False)
@@ -203,7 +203,7 @@ def test_a_plan_that_is_only_shown_lists_the_variants_and_asks_the_scheduler(clu
     assert not (place.path / "runs").exists()
 
 
-def test_list_shows_the_runs_of_one_sweep_with_what_tells_them_apart(cluster: Rack) -> None:
+def test_list_shows_the_runs_of_one_sweep_with_the_values_in_which_they_differ(cluster: Rack) -> None:
     place = SweepPerson.at(cluster, "listed", HELLO)
     place.submit_sweep("env.SEED=5,6")
     sweep = place.submit_sweep("env.SEED=7,8")

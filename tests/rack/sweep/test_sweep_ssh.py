@@ -75,7 +75,7 @@ def status(place: SshPlace, sweep: SweepDir) -> dict[str, Any]:
 
 
 def await_states(place: SshPlace, sweep: SweepDir, *expected: str) -> None:
-    """Ask until the runs are told to be in these states: one whose host answers late is UNKNOWN for a while."""
+    """Ask until the runs are reported in these states: one whose host answers late is UNKNOWN for a while."""
     wait_until(lambda: [run["state"] for run in status(place, sweep)["runs"]] == list(expected), 60)
 
 

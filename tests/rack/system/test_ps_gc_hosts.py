@@ -1,4 +1,4 @@
-"""ps and gc on hosts over SSH, and on a node of a Slurm cluster: a machine of its own each, with nobody else on it."""
+"""ps and gc on hosts over SSH, and on a node of a Slurm cluster: a machine of its own each, without other users."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def test_gc_leaves_other_people_alone_on_a_host(person: SshPerson, carriers: Car
     assert (rows(done)["node1"]["left_over"], carriers.alive()) == ([], 1)
 
 
-def test_hosts_that_cannot_be_asked_are_told_apart(person: SshPerson, carriers: Carriers) -> None:
+def test_hosts_that_cannot_be_asked_are_listed_as_such(person: SshPerson, carriers: Carriers) -> None:
     carriers.start("node1", "n0")
     done = person.clusterddp("gc", "--hosts", "node1,nowhere", "--yes", "-o", "json")
     found = rows(done)

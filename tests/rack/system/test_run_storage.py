@@ -30,7 +30,7 @@ def run(tmp_path):
 
 
 @pytest.mark.root
-def test_a_row_that_a_full_disk_takes_in_part_is_told_and_spoils_no_later_row(tmp_path):
+def test_a_row_that_a_full_disk_takes_in_part_is_reported_and_spoils_no_later_row(tmp_path):
     with disk(tmp_path / "disk", size="2M") as full:
         path = full.path / "metrics.jsonl"
         append_jsonl(path, {"step": 1})

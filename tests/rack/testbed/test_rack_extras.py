@@ -89,7 +89,7 @@ def test_a_pulled_interface_has_its_address_and_no_carrier(lan):
         wait_until(lambda: lan.run("node1", ["cat", "/sys/class/net/eth1/carrier"]).stdout == "1\n", 10)
 
 
-def test_an_interface_claims_the_speed_that_it_is_told(lan):
+def test_an_interface_reports_the_speed_that_it_was_given(lan):
     with second_interfaces(lan, {"node1": "10.78.0.11/24"}):
         claim_speed(lan, "node1", "eth1", 100_000)
         assert lan.run("node1", ["cat", "/sys/class/net/eth1/speed"]).stdout == "100000\n"

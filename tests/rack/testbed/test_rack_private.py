@@ -75,7 +75,7 @@ def test_nodes_are_different_machines(lan, fact):
     assert len({lan.run(node, ["cat", fact]).stdout for node in lan.plan.nodes}) == 3
 
 
-def test_sys_tells_of_the_interfaces_of_the_node(lan):
+def test_sys_lists_the_interfaces_of_the_node(lan):
     assert lan.run("node1", ["ls", "/sys/class/net"]).stdout.split() == ["docker0", "eth0", "lo", "veth0", "veth1"]
 
 

@@ -1,4 +1,4 @@
-"""JSON from whoever has written it becomes a value of the type that is wanted, or an error that says where."""
+"""JSON from any writer becomes a value of the type that is wanted, or an error that says where."""
 
 from __future__ import annotations
 

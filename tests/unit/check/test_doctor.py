@@ -113,7 +113,7 @@ def test_a_clock_that_is_a_minute_off_the_first_node_is_red() -> None:
 
 
 @pytest.mark.parametrize(("time", "words"), [(900.0, "99.0 s behind"), (1100.0, "99.0 s ahead of")])
-def test_a_report_from_the_past_or_the_future_tells_of_a_wrong_clock(time: float, words: str) -> None:
+def test_a_report_from_the_past_or_the_future_shows_a_wrong_clock(time: float, words: str) -> None:
     wrong = dataclasses.replace(HERE, time=time)
     found = result_of(judge_nodes(answer(report(0, wrong), nodes=("n1",)), HERE, Needs()), "clock", "n1")
     assert (found.level, found.found) == ("red", f"{words} the clock here")

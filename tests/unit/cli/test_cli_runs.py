@@ -47,7 +47,7 @@ def test_status_without_a_name_shows_the_newest_run(runs_dir: Path, capfd: pytes
     assert (code, json.loads(out)["run"]) == (0, "new-dog-2")
 
 
-def test_status_tells_a_person_why_a_run_failed_and_what_to_type(
+def test_status_shows_a_user_why_a_run_failed_and_what_to_type(
     runs_dir: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     run = make_run(runs_dir, nodes=2, per_node=8)

@@ -40,8 +40,8 @@ def test_every_variable_of_ours_is_on_the_page_of_variables() -> None:
         for name in OWN_VARIABLE.findall(path.read_text())
         if name not in NO_VARIABLES
     }
-    told = set(OWN_VARIABLE.findall((ROOT / "docs/reference/environment.md").read_text()))
-    assert used - told == set()
+    documented = set(OWN_VARIABLE.findall((ROOT / "docs/reference/environment.md").read_text()))
+    assert used - documented == set()
 
 
 def test_the_picture_of_the_plan_has_its_ranks_and_changed_values() -> None:

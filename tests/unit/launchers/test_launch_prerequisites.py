@@ -1,4 +1,4 @@
-"""What a job on Slurm must find on its nodes, told on the machine that submits, before any GPU is taken."""
+"""What a job on Slurm must find on its nodes, checked on the machine that submits, before any GPU is taken."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def test_the_place_that_is_taken_without_data_dir_is_looked_at(tmp_path: Path, m
     SlurmLauncher().check(planned)
 
 
-def test_a_set_that_nobody_downloads_is_asked_for_by_its_place(tmp_path: Path) -> None:
+def test_for_a_set_that_is_not_downloaded_its_directory_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
     with pytest.raises(PreflightError) as refused:
         SlurmLauncher().check(
@@ -106,7 +106,7 @@ def test_a_set_that_nobody_downloads_is_asked_for_by_its_place(tmp_path: Path) -
     ],
     ids=["generated", "noise", "seen by nodes alone", "no GPU", "mounted into a container"],
 )
-def test_what_cannot_be_told_from_here_is_not_refused(tmp_path: Path, train: str, more: str) -> None:
+def test_what_cannot_be_known_from_here_is_not_refused(tmp_path: Path, train: str, more: str) -> None:
     (tmp_path / "sets").mkdir()
     here = str(tmp_path / "sets")
     spec = GPUS if more != "device: cpu" else "name: a\nlauncher: slurm\n"

@@ -132,7 +132,7 @@ def test_the_time_limit_is_slurms_and_the_lead_ours(tmp_path: Path, time: str, l
     assert planned.slurm.sbatch_options["time"] == time
 
 
-def test_srun_is_always_told_the_cores_of_a_task(tmp_path: Path) -> None:
+def test_srun_always_receives_the_cores_of_a_task(tmp_path: Path) -> None:
     planned = plan(tmp_path, spec="name: a\nlauncher: slurm\n")
     assert "--cpus-per-task=1" in planned.slurm.srun
     assert "resources.cpus_per_task is not set: one core for each rank" in planned.notes

@@ -56,7 +56,7 @@ def test_ranks_follow_each_hosts_own_gpus_in_the_order_written(tmp_path: Path) -
     assert (planned.gang.world_size, planned.gang.backend) == (6, "nccl")
 
 
-def test_what_only_the_hosts_can_tell_is_left_open(tmp_path: Path) -> None:
+def test_what_only_the_hosts_know_is_left_open(tmp_path: Path) -> None:
     gang = plan("resources: {gpus_per_node: 2}\n", tmp_path).gang
     assert (gang.master_addr, gang.master_port, gang.interface) == ("", None, None)
     assert {node.gpus for node in gang.nodes} == {()}

@@ -27,8 +27,10 @@ def ask(tmp_path: Path, *arguments: str) -> str:
 )
 def test_it_names_the_variable_that_is_read(tmp_path: Path, launcher: str, environ: dict[str, str]) -> None:
     said = json.loads(ask(tmp_path, "-o", "json"))[launcher]
-    told = {name: variable.origin for name, variable in find_place(environ).variables.items() if "MASTER" not in name}
-    assert {name: said[name].split(",")[0] for name in told} == told
+    origins = {
+        name: variable.origin for name, variable in find_place(environ).variables.items() if "MASTER" not in name
+    }
+    assert {name: said[name].split(",")[0] for name in origins} == origins
 
 
 def test_what_torchrun_sets_is_torchruns(tmp_path: Path) -> None:

@@ -131,7 +131,7 @@ def test_a_speed_that_is_not_known_counts_as_a_gigabit() -> None:
     assert names(choose_network(find(two_networks(2, slow=None, fast=10_000)))) == ["ib0"] * 2
 
 
-def test_the_slowest_host_tells_the_speed_of_a_network() -> None:
+def test_the_slowest_host_determines_the_speed_of_a_network() -> None:
     hosts = two_networks(3)
     hosts["gpu3"] = {**hosts["gpu3"], "ib0": link("10.1.0.3/24", speed=100)}
     assert names(choose_network(find(hosts))) == ["eth0"] * 3

@@ -29,7 +29,7 @@ def candidates(*hosts: str | tuple[str, str]) -> list[Candidate]:
         [("gpu01", "10.0.0.11"), ("gpu02", "127.0.1.1")],
     ],
 )
-def test_any_own_address_or_name_tells(hosts: list[str | tuple[str, str]]) -> None:
+def test_any_own_address_or_name_identifies_the_machine(hosts: list[str | tuple[str, str]]) -> None:
     assert find_own_index(candidates(*hosts), OWN) == 1
 
 

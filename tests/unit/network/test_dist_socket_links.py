@@ -50,7 +50,7 @@ def at(number: int, *links: Link) -> tuple[Link, ...]:
 
 GOLDEN = [
     ("management and IPoIB", (MGMT, IB0), (MGMT, IB0), "=ib0"),
-    ("IPoIB that does not tell its speed", (MGMT, SILENT_IB), (MGMT, SILENT_IB), "=ib0"),
+    ("IPoIB that does not report its speed", (MGMT, SILENT_IB), (MGMT, SILENT_IB), "=ib0"),
     ("two rails", (MGMT, IB0, IB1), (MGMT, IB0, IB1), "=ib0,ib1"),
     ("RoCE", (MGMT, ROCE), (MGMT, ROCE), "=enp65s0f0np0"),
     ("a VLAN on a bond", (MGMT, BOND, VLAN), (MGMT, BOND, VLAN), "=bond0.120"),
@@ -71,7 +71,7 @@ GOLDEN = [
 def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
     tmp_path, first: tuple[Link, ...], second: tuple[Link, ...], expected: str
 ) -> None:
-    """The plan's own way, from what two nodes tell as they join to the variables of a rank; only the links are made."""
+    """The plan's own way, from what two nodes report as they join to a rank's variables; only the links are made."""
     gang = plan_text("name: a\nlauncher: slurm\nresources: {nodes: 2, gpus_per_node: 1}\n", tmp_path, environ={}).gang
     gang = dataclasses.replace(
         gang,
@@ -133,12 +133,12 @@ def test_a_host_of_an_unlike_name_is_in_the_same_network() -> None:
     assert names_in(faster_networks(reported, "10.0.0.11"), at(12, MGMT, other)) == ("ibp12s0",)
 
 
-def test_a_node_that_tells_nothing_keeps_all_on_the_route() -> None:
+def test_a_node_that_reports_nothing_keeps_all_on_the_route() -> None:
     assert faster_networks([report_links(at(11, MGMT, IB0)), {}], "10.0.0.11") == ()
     assert faster_networks([], "10.0.0.11") == ()
 
 
-def test_what_a_host_tells_of_hundreds_of_links_is_short_and_has_the_fastest() -> None:
+def test_the_report_of_a_host_with_hundreds_of_links_is_short_and_has_the_fastest() -> None:
     many = [
         Link(name=f"v{n}", addresses=(LinkAddress(address=str(ipaddress.ip_address("10.0.0.1") + 256 * n), prefix=24),))
         for n in range(400)

@@ -206,7 +206,7 @@ def test_a_repository_that_git_distrusts_is_refused_with_gits_words(
     repository: Path, environ: Mapping[str, str]
 ) -> None:
     if os.getuid() != 0:
-        pytest.skip("needs root, to give a repository to somebody else")
+        pytest.skip("needs root, to give a repository to another user")
     subprocess.run(["chown", "-R", "12345:12345", str(repository)], check=True)
     with pytest.raises(ClusterddpError, match="dubious ownership"):
         plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)

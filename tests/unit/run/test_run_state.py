@@ -105,7 +105,7 @@ def test_a_run_is_pending_while_its_keeper_lives_and_no_rank_was_started(run: Ru
     assert read_state(run).state is RunState.PENDING
 
 
-def test_a_run_is_pending_while_a_launcher_that_nobody_recorded_carries_its_cookie(
+def test_a_run_is_pending_while_a_launcher_without_a_record_carries_its_cookie(
     run: RunDir, token: str, start: Start
 ) -> None:
     make_attempt(run, 0)
@@ -137,7 +137,7 @@ def test_a_run_is_running_while_its_head_supervisor_lives(run: RunDir, start: St
 
 
 @pytest.mark.parametrize("role", ["task", "s1", "g0"])
-def test_a_run_is_running_while_somebody_is_left_who_will_record_its_end(
+def test_a_run_is_running_while_a_process_is_left_that_will_record_its_end(
     run: RunDir, token: str, start: Start, role: str
 ) -> None:
     make_attempt(run, 0, head=dead_identity())

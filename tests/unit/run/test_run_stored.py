@@ -165,7 +165,7 @@ def test_nothing_is_removed_that_was_not_found(root, tmp_path):
     assert (stranger.exists(), removed.error) == (True, "is in use again")
 
 
-def test_what_somebody_removed_meanwhile_is_no_error(root):
+def test_what_was_removed_meanwhile_is_no_error(root):
     (removed,) = remove_stored(root, [f"runs/{RUN}"], older_than_s=MONTH_S)
     assert (removed.size, removed.error) == (0, None)
 

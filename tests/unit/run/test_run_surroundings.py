@@ -41,7 +41,7 @@ def test_torch_is_described_without_being_imported(tmp_path: Path) -> None:
     assert answer.stdout.strip() == installed
 
 
-def test_gpus_and_the_driver_are_what_nvidia_smi_tells(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpus_and_the_driver_are_what_nvidia_smi_reports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")

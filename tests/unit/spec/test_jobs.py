@@ -45,7 +45,7 @@ def test_a_shipped_spec_is_valid_by_the_schema(path: Path) -> None:
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.name)
-def test_a_starter_spec_reads_with_every_suggestion_taken(path: Path) -> None:
+def test_a_first_spec_is_valid_with_every_suggestion_taken(path: Path) -> None:
     """Each commented line `# key: value` is one that works when its mark is removed."""
     text = path.read_text(encoding="utf-8")
     for match in re.finditer(r"^( *)# ([a-z_]+: *[^ ].*)$", text, re.MULTILINE):
@@ -54,7 +54,7 @@ def test_a_starter_spec_reads_with_every_suggestion_taken(path: Path) -> None:
         load_spec(text.replace(match.group(), match.group(1) + match.group(2)), environ={})
 
 
-def test_there_is_a_starter_spec_for_each_launcher() -> None:
+def test_there_is_a_first_spec_for_each_launcher() -> None:
     launchers = {path.name: load_spec(path, environ={}).job.launcher for path in TEMPLATES}
     assert launchers == {"init_local.yaml": "local", "init_slurm.yaml": "slurm", "init_ssh.yaml": "ssh"}
 

@@ -85,9 +85,9 @@ def test_the_variable_of_an_address_is_a_secret_of_the_plan(tmp_path: Path):
 
 
 def test_a_relative_program_is_one_from_where_the_spec_was_submitted(tmp_path: Path):
-    plan = plan_text(f"{ENTRY}notify: {{command: ./tell.sh all}}\n", tmp_path)
+    plan = plan_text(f"{ENTRY}notify: {{command: ./notify.sh all}}\n", tmp_path)
     assert plan.gang.notify is not None
-    assert plan.gang.notify.command == (f"{tmp_path}/tell.sh", "all")
+    assert plan.gang.notify.command == (f"{tmp_path}/notify.sh", "all")
     assert plan_text(plan.spec_text, Path("/")).gang.notify == plan.gang.notify
 
 

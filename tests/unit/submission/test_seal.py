@@ -76,7 +76,7 @@ def test_a_run_that_we_have_planned_has_its_hosts(run: RunDir) -> None:
     ],
     ids=str,
 )
-def test_a_plan_that_somebody_has_changed_names_no_host(run: RunDir, change: dict[str, Any]) -> None:
+def test_a_plan_that_another_program_has_changed_names_no_host(run: RunDir, change: dict[str, Any]) -> None:
     plan = read_json(run.plan)
     assert plan is not None
     plan["ssh"]["hosts"][0] |= {name: value for name, value in change.items() if name == "python"}
@@ -98,7 +98,7 @@ def test_a_plan_of_another_user_names_no_host(run: RunDir, monkeypatch: pytest.M
     assert not key_path().exists()
 
 
-def test_status_of_a_run_from_elsewhere_connects_to_nobody_and_says_so(
+def test_status_of_a_run_from_elsewhere_connects_to_no_host_and_says_so(
     run: RunDir, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     record = read_json(run.record)
@@ -156,7 +156,7 @@ def test_a_run_of_another_user_is_not_resumed(run: RunDir) -> None:
             refuse_foreign(run)
 
 
-def test_the_key_is_made_once_and_nobody_else_can_read_it(state: Path) -> None:
+def test_the_key_is_made_once_and_no_other_user_can_read_it(state: Path) -> None:
     assert not is_sealed("a", 1, "")
     first = seal("a", {"x": [1, 2]})
     assert is_sealed("a", {"x": (1, 2)}, first)

@@ -198,7 +198,7 @@ def test_programs_that_no_copy_of_the_code_has_together_are_refused(tmp_path: Pa
         plan_one(tmp_path, "entry.script=a/main.py,b/main.py")
 
 
-def test_a_name_that_was_taken_is_told_and_nothing_is_left(tmp_path: Path) -> None:
+def test_a_name_that_was_taken_is_reported_and_nothing_is_left(tmp_path: Path) -> None:
     plan = plan_one(tmp_path, *TWO_BY_TWO)
     (plan.path / "theirs").mkdir(parents=True)
     with pytest.raises(FileExistsError):
@@ -245,7 +245,7 @@ def test_the_name_of_a_run_is_no_sweep(tmp_path: Path) -> None:
     ] * 4
 
 
-def test_where_one_run_is_wanted_a_sweep_is_told_to_be_many(tmp_path: Path) -> None:
+def test_where_one_run_is_expected_a_sweep_is_refused_as_many(tmp_path: Path) -> None:
     sweep = make(tmp_path)
     with pytest.raises(UsageError, match=f"{sweep.name} matches 4 runs: {sweep.name}.0, "):
         find_run(tmp_path / "runs", sweep.name)

@@ -68,9 +68,7 @@ def test_the_carrier_of_a_variable_is_found(sleeper: subprocess.Popen[str], requ
     assert carriers(request.node.name) == [sleeper.pid]
 
 
-def test_a_carrier_of_somebody_else_is_not_found(
-    sleeper: subprocess.Popen[str], request: pytest.FixtureRequest
-) -> None:
+def test_a_carrier_of_another_user_is_not_found(sleeper: subprocess.Popen[str], request: pytest.FixtureRequest) -> None:
     assert find_carriers("TABLE_TEST", request.node.name.__eq__, uid=os.getuid() + 1) == []
 
 

@@ -22,7 +22,7 @@ def noise(count: int, *, channels: int = 3, size: int = 32) -> Tensor:
 
 
 def positions(count: int, *, size: int = 8) -> Tensor:
-    """Images whose pixels tell where they came from: row x size + column."""
+    """Images whose pixels have their own place: row x size + column."""
     return torch.arange(size * size, dtype=torch.uint8).view(1, 1, size, size).expand(count, -1, -1, -1)
 
 
@@ -262,7 +262,7 @@ def test_cutout_comes_on_top_and_leaves_the_rest_as_it_was() -> None:
     assert not cut[gone].any()
 
 
-def test_images_move_as_far_as_they_are_told_to() -> None:
+def test_images_move_as_far_as_the_largest_shift() -> None:
     down, right, _ = shifts_and_flips(500, max_shift=1)
     assert set(down.tolist()) == set(right.tolist()) == {-1, 0, 1}
     moved = look(noise(64), torch.arange(64), max_shift=31)

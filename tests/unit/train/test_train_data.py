@@ -94,7 +94,7 @@ def test_shapes_have_all_classes_in_equal_shares_and_random_order() -> None:
     assert (images.dtype, tuple(images.shape)) == (torch.uint8, (1000, 3, 32, 32))
 
 
-def test_generated_sets_have_ten_thousand_images_unless_told_otherwise() -> None:
+def test_generated_sets_have_ten_thousand_images_by_default() -> None:
     assert [len(load(dataset=name).train_images) for name in ("shapes", "random")] == [10_000, 10_000]
 
 

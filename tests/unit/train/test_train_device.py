@@ -63,7 +63,7 @@ def test_more_ranks_than_gpus_are_refused(see: Any) -> None:
     assert error.hint == "ask for at most one rank per GPU, or run on the CPU with --cpu"
 
 
-def test_ranks_that_are_shown_several_slices_are_told_that_cuda_shows_one(
+def test_the_error_of_ranks_with_several_slices_says_that_cuda_shows_one(
     see: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     see(1)
@@ -128,7 +128,9 @@ def test_a_hang_of_nccl_is_noticed_sooner_than_a_host_that_downloads(
     assert gradients["device_id"] == (torch.device("cuda", 0) if backend == "nccl" else None)
 
 
-def test_two_ranks_on_slices_of_one_gpu_are_told_what_to_write(see: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_error_of_two_ranks_on_slices_of_one_gpu_says_what_to_write(
+    see: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: Any, **options: Any) -> None:
         raise dist.DistBackendError("NCCL error: Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 3b000")
 

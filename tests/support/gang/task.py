@@ -1,8 +1,8 @@
-"""Starts the supervisors of a gang as the task that carries a run does: `starter.py ORDERS.json`.
+"""Starts the supervisors of a gang as the task that carries a run does: `task.py ORDERS.json`.
 
 ORDERS.json holds one order for each node, node 0 first, without links. Node 0's supervisor is started first and says
 its link; the others are given it. Every supervisor's standard input is a pipe that stays open as long as this process
-lives. The head is told when another supervisor ends. Prints {"supervisors": [pids]} and, when all have ended,
+lives. The head receives the end of another supervisor. Prints {"supervisors": [pids]} and, when all have ended,
 {"exit_codes": [...]}.
 """
 
@@ -34,11 +34,11 @@ head = start(orders[0], None)
 link = json.loads(head.stdout.readline())["link"]
 supervisors = [head, *[start(order, link) for order in orders[1:]]]
 print(json.dumps({"supervisors": [process.pid for process in supervisors], "link": link}), flush=True)
-told = set()
+reported = set()
 while any(process.poll() is None for process in supervisors):
     for order, process in list(zip(orders, supervisors, strict=True))[1:]:
-        if process.poll() is not None and process.pid not in told:
-            told.add(process.pid)
+        if process.poll() is not None and process.pid not in reported:
+            reported.add(process.pid)
             with contextlib.suppress(BrokenPipeError):
                 news = {"ended": order["node_rank"], "exit_code": process.returncode}
                 head.stdin.write(json.dumps(news).encode() + b"\n")
