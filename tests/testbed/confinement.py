@@ -27,8 +27,10 @@ def cgroup_conf(plan: RackPlan) -> str:
     return f"ConstrainCores={cores}\nConstrainRAMSpace=yes\nConstrainDevices=yes\n"
 
 
-def write_confinement(directory: Path) -> str:
-    """Return lines of slurm.conf: a step that holds what ssh brings, a /tmp and /dev/shm of each job's own."""
+def write_confinement(directory: Path, *, own_tmp: bool) -> str:
+    """Return lines of slurm.conf: a step that holds what ssh brings; with `own_tmp`, a /tmp and /dev/shm for each job."""
+    if not own_tmp:
+        return "PrologFlags=Contain"
     (directory / "own_tmp").mkdir()
     text = f"AutoBasePath=true\nBasePath={directory}/own_tmp\n"
     (directory / "etc/slurm/job_container.conf").write_text(text)

@@ -136,6 +136,11 @@ def cgroup_plugin() -> str:
     return "CgroupPlugin=cgroup/v1\n" if slurm_year() > 20 else ""
 
 
+def has_own_tmp() -> bool:
+    """Say whether a confined job has a /tmp of its own: Slurm 20.11 lacks job_container/tmpfs."""
+    return slurm_year() > 20
+
+
 def slurm_year() -> int:
     """Return the first number of the version of Slurm that is here."""
     argv = [shutil.which("slurmctld", path=SYSTEM_PATH) or "slurmctld", "-V"]
@@ -144,7 +149,7 @@ def slurm_year() -> int:
 
 def more_settings(plan: RackPlan, directory: Path) -> str:
     """Return the lines of slurm.conf for what not every rack has."""
-    lines = [write_confinement(directory)] * plan.confine
+    lines = [write_confinement(directory, own_tmp=has_own_tmp())] if plan.confine else []
     lines += ["SlurmctldParameters=enable_configless"] * plan.configless
     lines += ["AccountingStorageEnforce=associations,limits"] * (plan.confine and plan.accounting)
     return "\n".join(lines)

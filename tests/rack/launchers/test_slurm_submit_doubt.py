@@ -125,9 +125,9 @@ def test_doubt_that_cannot_be_settled_is_said_and_settled_by_status_later(own_pe
 def test_a_late_answer_of_sbatch_does_not_hide_the_follow_up_job(own_person: SlurmPerson) -> None:
     """The first job starts, loses its task and is followed by another one before sbatch has answered the submit."""
     place = own_person.path
-    late = f"until grep -qs follow_up {place}/runs/*/events.jsonl; do sleep 0.1; done"
+    late = f'until grep -qs follow_up {place}/runs/*/events.jsonl; do sleep 0.1; done; echo "$said" | tee {place}/said'
     wrapper = own_person.wrap_sbatch(
-        f'if ! mkdir {place}/first; then {SBATCH}; fi; said=$(/usr/bin/sbatch "$@"); {late}; echo "$said"'
+        f'if ! mkdir {place}/first; then {SBATCH}; fi; said=$(/usr/bin/sbatch "$@"); {late}'
     )
     own_person.write_spec(
         "restarts: 1\nslurm: {requeue: false, no_requeue: true}", resources="{nodes: 1, procs_per_node: 2}"
@@ -142,6 +142,8 @@ def test_a_late_answer_of_sbatch_does_not_hide_the_follow_up_job(own_person: Slu
     assert done.returncode == 0, done.stderr
     wait_until(lambda: own_person.status()["state"] not in {"PENDING", "REQUEUED", "UNKNOWN"}, 60)
     status = own_person.status()
-    assert (status["state"], status["job_id"], own_person.record().job_id) == ("RUNNING", "2", "2"), status["reason"]
+    second = str(int((place / "said").read_text()) + 1)
+    job_ids = (status["job_id"], own_person.record().job_id)
+    assert (status["state"], *job_ids) == ("RUNNING", second, second), status["reason"]
     (place / "done").touch()
     assert own_person.clusterddp("wait").returncode == 0
