@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -13,6 +14,11 @@ from tests.testbed.rack import Rack, find_obstacle, running_rack
 
 # A shell's background job ignores SIGINT, and so would all that tests start and end with Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Each of run_all's ten workers reads all test files: they keep what was compiled, whatever PYTHONDONTWRITEBYTECODE says,
+# until the files are read; what a test starts goes by the variable.
+_WRITES_BYTECODE = not sys.dont_write_bytecode
+sys.dont_write_bytecode = False
 
 LONG = (
     "sim_cuda",
@@ -49,6 +55,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Order the files; within a file nothing changes."""
     order = {f"test_{name}": place for place, name in enumerate(LONG)}
     items.sort(key=lambda item: order.get(item.path.stem, len(LONG)))
+
+
+def pytest_collection_finish() -> None:
+    sys.dont_write_bytecode = not _WRITES_BYTECODE
 
 
 def demand_rack(*, accounting: bool) -> None:

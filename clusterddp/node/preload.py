@@ -31,6 +31,8 @@ class _Scan:
     """The directories of the entry's own modules; a package there shadows an installed one."""
     modules: dict[str, None] = field(default_factory=dict)
     seen: set[Path] = field(default_factory=set)
+    may_train: bool = False
+    """Whether the code names an optimizer or DistributedDataParallel, or imports packages that are not read."""
 
 
 def find_preloadable(entry: Entry, num_ranks: int) -> tuple[str, ...]:
@@ -63,8 +65,8 @@ def find_preloadable(entry: Entry, num_ranks: int) -> tuple[str, ...]:
         _read_file(file, scan)
     if not scan.modules:
         raise NotForkableError("it imports neither torch nor numpy at its top level")
-    if any(_root(module) == "torch" for module in scan.modules):
-        scan.modules["torch._dynamo"] = None  # an optimizer's first step imports it
+    if scan.may_train and any(_root(module) == "torch" for module in scan.modules):
+        scan.modules["torch._dynamo"] = None  # an optimizer's first step imports it, and DDP
     return tuple(scan.modules)
 
 
@@ -76,9 +78,11 @@ def _read_file(file: Path, scan: _Scan) -> None:
     try:
         if file.stat().st_size > _MAX_FILE_BYTES:
             return
-        tree = ast.parse(file.read_bytes())
+        source = file.read_bytes()
+        tree = ast.parse(source)
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):
         return  # the ranks report it
+    scan.may_train |= any(word in source.lower() for word in (b"optim", b"parallel"))
     preloads = False
     for statement in tree.body:
         for module in _imported(statement, file, scan.search_dirs):
@@ -87,8 +91,11 @@ def _read_file(file: Path, scan: _Scan) -> None:
                 if module not in _NOT_PRELOADABLE:
                     scan.modules[module] = None
                     preloads = True
+                scan.may_train |= module.startswith("clusterddp.train")
             else:
-                for found in _find_with_packages(module, scan.search_dirs):
+                files = tuple(_find_with_packages(module, scan.search_dirs))
+                scan.may_train |= not files and root not in sys.stdlib_module_names
+                for found in files:
                     _read_file(found, scan)
         changes = _find_environment_change(statement, at_import=not preloads)
         if changes is not None:

@@ -136,7 +136,8 @@ def _train_case(group: Any, path: Path, options: dict[str, Any]) -> dict[str, An
     whole = _train(group, path.with_name(f"{path.name} whole"), [None], options, waits)
     cut = _train(group, path.with_name(f"{path.name} cut"), [2, None], options)
     answer = {"whole": whole, "cut": cut, "on the CPU": None, "waits of the last step": waits}
-    if group.world_size == 1 and options.get("precision") == "fp32":
+    is_comparable = options.get("precision") == "fp32" and options.get("optimizer") != "muon"
+    if group.world_size == 1 and is_comparable:
         on_cpu = dataclasses.replace(group, device=torch.device("cpu"))
         answer["on the CPU"] = _train(on_cpu, path.with_name(f"{path.name} cpu"), [None], options)
     torch.use_deterministic_algorithms(False)

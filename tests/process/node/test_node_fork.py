@@ -177,6 +177,24 @@ def test_the_imports_of_an_entry_are_found_without_running_it(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("text", "is_imported"),
+    [
+        ("import os, torch\nimport torch.distributed\n", False),
+        ("import os, torch\nfrom model import Model\n", False),
+        ("import torch\ndef main():\n    torch.optim.SGD([], lr=0.1)\n", True),
+        ("import torch\ndef main(model):\n    torch.nn.parallel.DistributedDataParallel(model)\n", True),
+        ("import torch\nimport schedules\n", True),
+        ("import torch\nimport lightning\n", True),
+        ("import torch\nfrom clusterddp.train.research import muon\n", True),
+    ],
+)
+def test_what_training_imports_is_imported_for_all_where_the_code_may_train(tmp_path, text, is_imported):
+    (tmp_path / "model.py").write_text("import math\nimport torch\nclass Model(torch.nn.Module): pass\n")
+    (tmp_path / "schedules.py").write_text("from torch.optim.lr_scheduler import LambdaLR\n")
+    assert ("torch._dynamo" in find_preloadable(script(tmp_path, text), 2)) == is_imported
+
+
+@pytest.mark.parametrize(
     ("text", "reason"),
     [
         ("import json\n", "it imports neither torch nor numpy at its top level"),
