@@ -185,7 +185,7 @@ def test_the_imports_of_an_entry_are_found_without_running_it(tmp_path):
         ("import torch\ndef main(model):\n    torch.nn.parallel.DistributedDataParallel(model)\n", True),
         ("import torch\nimport schedules\n", True),
         ("import torch\nimport lightning\n", True),
-        ("import torch\nfrom clusterddp.train.research import muon\n", True),
+        ("import torch\nfrom clusterddp.train import muon\n", True),
     ],
 )
 def test_what_training_imports_is_imported_for_all_where_the_code_may_train(tmp_path, text, is_imported):
