@@ -90,7 +90,7 @@ class LocalRanks:
         elif order["kind"] == "stacks":
             self._stacks.ask(str(order["id"]), self._attempt.pids if self._attempt else {})
         elif order["kind"] == "usage":
-            self._usage.ask(float(order["asked"]), self._attempt.pids if self._attempt else {})
+            self._usage.ask(float(order["asked"]), int(order["most"]), self._attempt.pids if self._attempt else {})
         elif order["kind"] == "record":
             # The head's storage did not take it; this node's may.
             attempt, end = self._run.attempt(int(order["attempt"])), parse_end(order["end"])

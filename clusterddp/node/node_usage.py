@@ -46,12 +46,17 @@ class NodeUsage:
         """True while ranks answer."""
         return self._look is not None
 
-    def ask(self, asked_at: float, pids: Mapping[int, int]) -> None:
-        """Begin to look at ranks (rank -> pid); `tick` reports them. `asked_at`: by the head's clock."""
+    def ask(self, asked_at: float, most: int, pids: Mapping[int, int]) -> None:
+        """Begin to look at ranks (rank -> pid); `tick` reports them.
+
+        `asked_at`: by the head's clock; `most`: of the newest collectives of each rank.
+        """
         received = time.time()
         if self._look is None and pids:
             with_gpus = not self._on_cpu and time.monotonic() >= self._gpus_at
-            self._look = _Look.begin(asked_at, received, pids, with_gpus=with_gpus)
+            self._look = _Look.begin(
+                asked_at, received, pids, most=min(most, _MAX_ENTERED // len(pids)), with_gpus=with_gpus
+            )
 
     def tick(self, pids: Mapping[int, int]) -> None:
         """Report what was asked for, once all ranks have answered or had their time."""
@@ -104,6 +109,7 @@ class _Look:
     until: float
     """By the monotonic clock."""
     pids: dict[int, int]
+    most: int
     asked: dict[int, AskedRank]
     gpus: int | None
     """Memory that gets the list of GPUs; None: there is no nvidia-smi, or no GPU is used."""
@@ -111,13 +117,14 @@ class _Look:
     """The same for the processes on them."""
 
     @classmethod
-    def begin(cls, asked_at: float, received: float, pids: Mapping[int, int], *, with_gpus: bool) -> _Look:
+    def begin(cls, asked_at: float, received: float, pids: Mapping[int, int], *, most: int, with_gpus: bool) -> _Look:
         found = {rank: find_memory(pid) for rank, pid in pids.items()}
         return cls(
             asked_at=asked_at,
             received=received,
             until=time.monotonic() + PATIENCE_S,
             pids=dict(pids),
+            most=most,
             asked={rank: AskedRank(memory[1], PACE) for rank, memory in found.items() if memory is not None},
             gpus=start_into_memory("nvidia-smi", *_QUERY_GPUS) if with_gpus else None,
             apps=start_into_memory("nvidia-smi", *_QUERY_APPS) if with_gpus else None,
@@ -143,7 +150,7 @@ class _Look:
         asked = self.asked.get(rank)
         try:
             answer = read_object(asked.data) if asked is not None else {}
-            newest = answer.get("entered", [])[-_MAX_ENTERED // len(self.pids) :]
+            newest = answer.get("entered", [])[-self.most :]
             entered = [[number, kind, round(at / 1e3 - self.received * 1e6)] for number, kind, at in newest]
             return {"step": answer.get("step"), "own_step_s": answer.get("own_step_s"), "entered": entered}
         except (ValueError, TypeError):

@@ -17,7 +17,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
   `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see
   node_usage.py).
 * Orders: `start` (attempt, restart, master_addr, master_port, agent_port; networks: those of NCCL's sockets), `stop`
-  (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `usage` (asked), `finish` (exit_code).
+  (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `usage` (asked, most), `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.
 * Without a number (peer.py): `join`, here with port; `join_again` (node_rank, session, received); the answer to both,
   `welcome` (session, received); `heartbeat` (received).

@@ -23,6 +23,8 @@ _FIRST_S = 5.0
 _EVERY_S = ((60.0, 10.0), (3600.0, 30.0), (float("inf"), 60.0))
 """Seconds since the attempt began, and between two looks until then."""
 _ANSWER_S = PATIENCE_S + 4.0
+_FEWEST_ENTERED, _MOST_ENTERED, _ENTERED_OF_ALL = 48, 200, 100_000
+"""How many collectives are read: of each rank, and of all; 2,000 ranks cost the head 1 s for each look."""
 _LATE = 0.2
 """A straggler is late by this part of a step, in two looks in a row."""
 _LEAST_LATE_S = 0.002
@@ -59,6 +61,8 @@ class UsageWatch:
         self._gang = gang
         self._attempt = attempt
         self._send = send
+        self._most = max(_FEWEST_ENTERED, min(_MOST_ENTERED, _ENTERED_OF_ALL // gang.num_ranks))
+        """Of the newest collectives of each rank."""
         self._next_at: float | None = None
         self._collection: _Collection | None = None
         self._steps: dict[int, tuple[float, int]] = {}
@@ -106,7 +110,7 @@ class UsageWatch:
         self._next_at = now + next(every_s for until_s, every_s in _EVERY_S if now - begun < until_s)
         self._collection = _Collection(asked_at=time.time(), due=now + _ANSWER_S, awaited=set(nodes))
         for node_rank in sorted(self._collection.awaited):
-            self._send(node_rank, {"kind": "usage", "asked": self._collection.asked_at})
+            self._send(node_rank, {"kind": "usage", "asked": self._collection.asked_at, "most": self._most})
 
     def _take(self, collection: _Collection) -> None:
         """Write what the ranks use, and name stragglers."""

@@ -55,7 +55,7 @@ def rank() -> Iterator[subprocess.Popen[str]]:
 
 def look(node: NodeUsage, found: list[dict[str, object]], pid: int) -> dict[str, object]:
     found.clear()
-    node.ask(1.5, {3: pid})
+    node.ask(1.5, 200, {3: pid})
 
     def answered() -> bool:
         node.tick({3: pid})
