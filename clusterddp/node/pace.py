@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 Entered = Mapping[int, tuple[int, float]]
@@ -45,7 +45,7 @@ def pace_of_collectives(entered: Mapping[int, Entered], period_s: float | None) 
     if period_s is None:
         # The last rank to enter does not wait: its times have no pauses but between steps.
         times = {number: max(each[number][1] for each in entered.values()) for number in numbers}
-        kinds = ([times[number] for number in found] for found in places.values())
+        kinds = [[times[number] for number in found] for found in places.values()]
         period_s = _period(list(times.values()), kinds)
     late = dict.fromkeys(entered, 0.0)
     for found in places.values():
@@ -60,17 +60,33 @@ def pace_of_own_steps(own_s: Mapping[int, float], period_s: float | None) -> Pac
     return Pace(period_s=max(slowest_s, period_s or 0.0), late_s=dict(_lateness([own_s])), step_s=dict(own_s))
 
 
-def _period(times: Sequence[float], kinds: Iterable[Sequence[float]]) -> float:
-    """Return the time from one step to the next: between two long gaps, or until a kind comes again.
+def _period(times: Sequence[float], kinds: Sequence[Sequence[float]]) -> float:
+    """Return the time from one step to the next.
 
-    `times`: of all collectives; `kinds`: of those of each kind. A step enters its collectives close together, several
-    of them may be of one kind, and one that comes every so many steps may be among them.
+    `times`: of all collectives; `kinds`: of those of each kind. Kinds that come equally often come once a step, such as
+    buckets of gradients of different sizes. Otherwise steps are parted by long gaps. Where several numbers of steps are
+    possible, as one of the kinds comes every so many steps, the gaps decide, too.
     """
     gaps = [after - before for before, after in itertools.pairwise(times)]
-    begins = [after for gap, after in zip(gaps, times[1:], strict=True) if gap > _long_gap(gaps)]
-    if len(begins) >= _FEWEST_STEPS:
-        return statistics.median(after - before for before, after in itertools.pairwise(begins))
-    return min(statistics.median(after - before for before, after in itertools.pairwise(found)) for found in kinds)
+    long_s = _long_gap(gaps)
+    begins = [after for gap, after in zip(gaps, times[1:], strict=True) if gap > long_s]
+    by_gaps_s = _distance(begins) if len(begins) >= _FEWEST_STEPS else None
+    alike: list[list[Sequence[float]]] = []
+    for found in sorted(kinds, key=len):
+        if alike and len(found) - len(alike[-1][0]) <= 1:  # one more or less at the ends of what is known
+            alike[-1].append(found)
+        else:
+            alike.append([found])
+    periods = [statistics.median(map(_distance, group)) for group in alike if len(group) > 1]
+    if not periods:
+        return by_gaps_s or min(map(_distance, kinds))
+    if by_gaps_s is None:
+        return periods[-1]
+    return min(periods, key=lambda period_s: max(period_s / by_gaps_s, by_gaps_s / period_s))
+
+
+def _distance(times: Sequence[float]) -> float:
+    return statistics.median(after - before for before, after in itertools.pairwise(times))
 
 
 def _long_gap(gaps: Sequence[float]) -> float:

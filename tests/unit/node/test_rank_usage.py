@@ -112,6 +112,7 @@ def entered(
     steps: int = 20,
     rare: int | None = 5,
     pauses: dict[tuple[int, int], float] | None = None,
+    noise_s: float = 0.001,
 ) -> dict[int, dict[int, tuple[int, float]]]:
     """Let ranks train in step: each enters the collectives of a step after its own time, all go on after the last.
 
@@ -122,14 +123,14 @@ def entered(
     begins, number = 100.0, 0
     for step in range(steps):
         ready = {
-            rank: begins + seconds + chance.uniform(0, 0.001) + (pauses or {}).get((step, rank), 0.0)
+            rank: begins + seconds + chance.uniform(0, noise_s) + (pauses or {}).get((step, rank), 0.0)
             for rank, seconds in own_s.items()
         }
         for place, kind in enumerate(kinds):
             for rank in own_s:
-                found[rank][number] = (kind, ready[rank] + place * 0.002)
+                found[rank][number] = (kind, ready[rank] + place * (0.002 + noise_s / 5))
             number += 1
-        begins = max(ready.values()) + len(kinds) * 0.002
+        begins = max(ready.values()) + len(kinds) * (0.002 + noise_s / 5)
         if rare and step % rare == 0:
             for rank in own_s:
                 found[rank][number] = (9, begins + 0.001)
@@ -153,6 +154,11 @@ def test_one_long_pause_makes_no_straggler_and_no_long_step():
     pace = pace_of_collectives(entered({0: 0.05, 1: 0.05, 2: 0.05}, pauses={(10, 1): 30.0, (15, 2): 60.0}), None)
     assert pace.period_s == pytest.approx(0.056, rel=0.1)
     assert max(pace.late_s.values()) < 0.003
+
+
+def test_where_ranks_share_cores_the_steps_are_known_all_the_same():
+    pace = pace_of_collectives(entered(dict.fromkeys(range(4), 0.01), (1, 2, 3, 4, 5), steps=40, noise_s=0.02), None)
+    assert pace.period_s == pytest.approx(0.06, rel=0.2)
 
 
 def test_too_little_says_nothing():
