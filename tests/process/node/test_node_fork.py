@@ -180,12 +180,12 @@ def test_the_imports_of_an_entry_are_found_without_running_it(tmp_path):
     ("text", "is_imported"),
     [
         ("import os, torch\nimport torch.distributed\n", False),
-        ("import os, torch\nfrom model import Model\n", False),
+        ("import os, torch\nimport model\n", False),
         ("import torch\ndef main():\n    torch.optim.SGD([], lr=0.1)\n", True),
         ("import torch\ndef main(model):\n    torch.nn.parallel.DistributedDataParallel(model)\n", True),
         ("import torch\nimport schedules\n", True),
         ("import torch\nimport lightning\n", True),
-        ("import torch\nfrom clusterddp.train import muon\n", True),
+        ("import torch\nfrom clusterddp.train.group import join_group\n", True),
     ],
 )
 def test_what_training_imports_is_imported_for_all_where_the_code_may_train(tmp_path, text, is_imported):
