@@ -70,14 +70,15 @@ def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str
         return f"has already ended: {spell_states(views.values())}"
     of_array = [(run, known) for run, known in going if known.job_tag == record.job_tag]
     stopping = [run for run, _ in of_array if save and views[run].state is RunState.RUNNING]
+    # First, since the next task of the array may start as soon as another one ends.
+    for run, _ in of_array:
+        if run not in stopping:
+            _mark(run)
     for run in stopping:
         request_stop(run.attempts()[-1].stop_file, "cancel --save")
     if stopping:
         # A slow file system may show them their stop files late.
         _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
-    for run, _ in of_array:
-        if run not in stopping:
-            _mark(run)
     _scancel(record, environ, *(["--state=PENDING"] if stopping else []))
     for run, _ in of_array:
         if views[run].state in {RunState.PENDING, RunState.REQUEUED}:

@@ -119,5 +119,7 @@ def interrupt(person: SlurmPerson) -> None:
 
 
 def lost_reply() -> str:
-    """Return LOST_REPLY for the Slurm that is here: newer ones receive less often before."""
-    return LOST_REPLY if slurm_year() < 24 else LOST_REPLY.replace("when=5", "when=2")
+    """Return LOST_REPLY for the Slurm that is here: versions differ in how often they receive before the answer."""
+    year = slurm_year()
+    when = 3 if year < 21 else 5 if year < 24 else 2
+    return LOST_REPLY.replace("when=5", f"when={when}")

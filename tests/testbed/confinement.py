@@ -28,7 +28,7 @@ def cgroup_conf(plan: RackPlan) -> str:
 
 
 def write_confinement(directory: Path, *, own_tmp: bool) -> str:
-    """Return lines of slurm.conf: a step that holds what ssh brings; with `own_tmp`, a /tmp for each job."""
+    """Return lines of slurm.conf: a step that holds what ssh brings; with `own_tmp`, a /tmp and /dev/shm per job."""
     if not own_tmp:
         return "PrologFlags=Contain"
     (directory / "own_tmp").mkdir()

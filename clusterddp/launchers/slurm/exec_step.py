@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _OVERLAPS_SINCE = (20, 11)
 """The release from which on steps share nothing by default, and take `--overlap`."""
+_SHARES_GPUS_SINCE = (22, 5)
+"""The release from which on such a step shares GPUs, too: before, it waits for those that the ranks have."""
 
 
 def exec_in_job(
@@ -52,7 +54,8 @@ def exec_in_job(
 def step_argv(job_id: str, command: ExecCommand, *, cpus_per_task: str, version: tuple[int, int]) -> list[str]:
     """Return the argv of srun up to the command.
 
-    The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none.
+    The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none. Slurm 20.11
+    can give it no GPU.
     """
     has_terminal = command.keyboard is not None and command.keyboard.terminal
     return [
@@ -64,6 +67,7 @@ def step_argv(job_id: str, command: ExecCommand, *, cpus_per_task: str, version:
         f"--nodelist={command.host}",
         f"--cpus-per-task={cpus_per_task}",
         "--mem=0",
+        *(["--gres=none"] if version < _SHARES_GPUS_SINCE else []),
         "--mpi=none",
         "--export=ALL",
         "--quiet",

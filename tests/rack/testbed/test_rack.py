@@ -151,7 +151,7 @@ def test_a_powered_off_host_goes_down_and_comes_back(needs_rack):
         rack.power_off("node2")
         with pytest.raises(RackError, match="node2 is off"):
             rack.run("node2", ["true"])
-        wait_until(lambda: rack.node_state("node2") == "down*", 60)
+        wait_until(lambda: rack.node_state("node2") == "down*", 60, what=lambda: rack.node_state("node2"))
         assert job_state(rack, job) == "NODE_FAIL"
         rack.power_on("node2")
         rack.await_idle("node2")
