@@ -23,7 +23,7 @@ def test_the_step_is_on_the_ranks_node_and_overlaps_where_steps_would_not_share(
 
 def test_before_steps_share_gpus_the_step_asks_for_none() -> None:
     versions = ((20, 11), (21, 8), (22, 5))
-    found = [step_argv("123", beside(), cpus_per_task="8", version=version) for version in versions]
+    found = [step_argv("123", exec_command(), cpus_per_task="8", version=version) for version in versions]
     assert ["--gres=none" in argv for argv in found] == [True, True, False]
 
 
