@@ -8,6 +8,7 @@ from clusterddp.cli.page.charts import key_order
 from clusterddp.cli.page.html import Child, Html, clock, cut, el, facts, folded, join, table
 from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
+from clusterddp.cli.text.rank_table import usage_texts
 from clusterddp.look.code import FileDiff
 from clusterddp.look.compare import Comparison, Difference
 from clusterddp.look.ranks import RankStatus
@@ -110,6 +111,7 @@ def events_table(report: RunReport, most: int) -> Html | None:
 def ranks_table(report: RunReport, most: int) -> Html | None:
     """Draw the ranks of the newest attempt; many ranks are folded by host, state and exit code."""
     ranks = report.status.ranks
+    is_known = any(rank.usage for rank in ranks)
     folds: dict[tuple[object, ...], list[RankStatus]] = {}
     for rank in ranks:
         key = (rank.host, rank.state, rank.exit_code) if len(ranks) >= _FOLDED_FROM else (rank.rank,)
@@ -122,10 +124,12 @@ def ranks_table(report: RunReport, most: int) -> Html | None:
             state(fold[0].state),
             "-" if fold[0].exit_code is None else fold[0].exit_code,
             fold[0].interface or "-",
+            *(usage_texts(fold) if is_known else ()),
         ]
         for fold in list(folds.values())[:most]
     ]
     head = ["rank", "node", "host", "state", "exit code", "interface"]
+    head += ["ms a step", "cores", "memory", "GPU"] if is_known else []
     return table(head, rows, caption="Ranks of the newest attempt") if rows else None
 
 

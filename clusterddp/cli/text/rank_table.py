@@ -93,7 +93,7 @@ def node_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
                 printable(of_node[0].host),
                 rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
                 ", ".join(f"{count} {state}" for state, count in states.most_common()),
-                *_usage_of([rank.usage for rank in of_node if rank.usage]),
+                *usage_texts(of_node),
             )
         )
     nodes, hosts, spans, states_of, steps, cores, memory, gpus = zip(*rows, strict=True)
@@ -114,12 +114,13 @@ def _painted_states(cell: str) -> str:
     return re.sub("[A-Z_]+", lambda match: state_text(match[0]), cell)
 
 
-def _usage_of(ranks: Sequence[RankUsage]) -> list[str]:
-    """Sum up what the ranks of a node use: their steps, cores, memory, and how busy their GPUs are."""
-    steps = sorted(rank.step_s * 1e3 for rank in ranks if rank.step_s is not None)
-    cores = [rank.cpu for rank in ranks if rank.cpu is not None]
-    memory = [rank.memory for rank in ranks if rank.memory]
-    gpus = [rank.gpu for rank in ranks if rank.gpu is not None]
+def usage_texts(ranks: Sequence[RankStatus]) -> list[str]:
+    """Sum up what ranks use: ms of their steps, cores, memory, and how busy their GPUs are."""
+    known = [rank.usage for rank in ranks if rank.usage]
+    steps = sorted(rank.step_s * 1e3 for rank in known if rank.step_s is not None)
+    cores = [rank.cpu for rank in known if rank.cpu is not None]
+    memory = [rank.memory for rank in known if rank.memory]
+    gpus = [rank.gpu for rank in known if rank.gpu is not None]
     low, high = (f"{steps[place]:.3g}" for place in (0, -1)) if steps else ("-", "-")
     return [
         low if low == high else f"{low}-{high}",
