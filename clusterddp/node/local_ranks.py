@@ -79,7 +79,7 @@ class LocalRanks:
     @property
     def polls_fast(self) -> bool:
         """True while things change within milliseconds: ranks end, or write their stacks."""
-        return self.ending or self._stacks.asking or self._usage.asking
+        return self.ending or self._stacks.asking or (not self.idle and self._usage.asking)
 
     def obey(self, order: Message, now: float) -> None:
         """Carry out an order of the head."""
@@ -192,6 +192,7 @@ class LocalRanks:
             )
             self._attempt = attempt
             self._stacks.begin_attempt()
+            self._usage.begin_attempt()
             make_attempt_dirs(directory)
             cores = choose_cores(node, self._gang.env)
             launches = {

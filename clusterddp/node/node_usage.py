@@ -46,6 +46,12 @@ class NodeUsage:
         """True while ranks answer."""
         return self._look is not None
 
+    def begin_attempt(self) -> None:
+        """Forget the ranks of the attempt before."""
+        if self._look is not None:
+            self._look.close()
+            self._look = None
+
     def ask(self, asked_at: float, most: int, pids: Mapping[int, int]) -> None:
         """Begin to look at ranks (rank -> pid); `tick` reports them.
 
@@ -119,6 +125,8 @@ class _Look:
     @classmethod
     def begin(cls, asked_at: float, received: float, pids: Mapping[int, int], *, most: int, with_gpus: bool) -> _Look:
         found = {rank: find_memory(pid) for rank, pid in pids.items()}
+        # The processes first: that they are there cannot be seen, since there may be none.
+        apps = start_into_memory("nvidia-smi", *_QUERY_APPS) if with_gpus else None
         return cls(
             asked_at=asked_at,
             received=received,
@@ -127,7 +135,7 @@ class _Look:
             most=most,
             asked={rank: AskedRank(memory[1], PACE) for rank, memory in found.items() if memory is not None},
             gpus=start_into_memory("nvidia-smi", *_QUERY_GPUS) if with_gpus else None,
-            apps=start_into_memory("nvidia-smi", *_QUERY_APPS) if with_gpus else None,
+            apps=apps,
         )
 
     @property
@@ -141,9 +149,18 @@ class _Look:
             asked.step()
         late = time.monotonic() >= self.until
         if late:
-            for asked in self.asked.values():
-                asked.close()
+            self._close_connections()
         return late or not (self.waits_for_gpus or any(not asked.done for asked in self.asked.values()))
+
+    def close(self) -> None:
+        """Give up."""
+        self._close_connections()
+        for memory in (self.gpus, self.apps):
+            _read_and_close(memory)
+
+    def _close_connections(self) -> None:
+        for asked in self.asked.values():
+            asked.close()
 
     def read_pace(self, rank: int) -> dict[str, Any]:
         """Return how far a rank is, times as microseconds since the look began; empty: it did not answer."""

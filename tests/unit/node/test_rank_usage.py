@@ -96,6 +96,21 @@ def test_a_rank_whose_python_is_stopped_is_reported_without_its_steps(rank, monk
     assert seen["memory"] > 64 << 20
 
 
+def test_a_look_that_is_given_up_leaves_nothing_open(rank, tmp_path, monkeypatch):
+    slow = tmp_path / "nvidia-smi"
+    slow.write_text("#!/bin/sh\nexec sleep 5\n")
+    slow.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    before = sorted(os.listdir("/proc/self/fd"))
+    node = NodeUsage(lambda _: None, on_cpu=False)
+    node.ask(1.5, 200, {3: rank.pid})
+    assert node.asking
+    assert len(os.listdir("/proc/self/fd")) == len(before) + 3
+    node.begin_attempt()
+    assert not node.asking
+    assert sorted(os.listdir("/proc/self/fd")) == before
+
+
 def test_what_nvidia_smi_prints_is_read_and_a_mig_device_does_not_say_how_busy_it_is():
     assert parse_gpus("GPU-a, 97, 81234\nGPU-b, [N/A], 5\nGPU-c, [Unknown Error], [N/A]\n\n") == {
         "GPU-a": (0.97, 81234 << 20),
