@@ -195,7 +195,7 @@ def test_a_reservation_holds_nodes_for_the_run_that_names_it(confined):
         say(place, "end")
         assert end(place, run) == {}
     finally:
-        confined.run(HEAD, ["scontrol", "delete", "reservation", "ours"])
+        confined.run(HEAD, ["scontrol", "delete", "ReservationName=ours"])
 
 
 @pytest.fixture(scope="module")
