@@ -54,8 +54,8 @@ def exec_in_job(
 def step_argv(job_id: str, command: ExecCommand, *, cpus_per_task: str, version: tuple[int, int]) -> list[str]:
     """Return the argv of srun up to the command.
 
-    The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none. Slurm 20.11
-    can give it no GPU.
+    The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none. Before
+    22.05 Slurm gives it no GPU: that is seen where it confines devices.
     """
     has_terminal = command.keyboard is not None and command.keyboard.terminal
     return [

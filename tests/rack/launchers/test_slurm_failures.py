@@ -95,8 +95,8 @@ def since(moment: float) -> float:
 @pytest.mark.parametrize(
     ("failure", "exit_code", "words"),
     [
-        ("raise ValueError('no such label')", 1, "rank 3 on node2: ValueError: no such label"),
-        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 3 on node2 was killed by SIGKILL"),
+        ("raise ValueError('no such label')", 1, "rank 3 on {host}: ValueError: no such label"),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "rank 3 on {host} was killed by SIGKILL"),
     ],
     ids=["raises", "killed"],
 )
@@ -105,7 +105,7 @@ def test_a_rank_that_fails_ends_the_gang_and_is_named(rack, failure, exit_code, 
     (run.path / "go").touch()
     end = await_final_end(run, 15)
     assert (end.outcome, end.root_cause.rank, end.root_cause.exit_code) == ("FAILED", 3, exit_code)
-    assert end.root_cause.error == words
+    assert end.root_cause.error == words.format(host=end.root_cause.host)
     await_nothing_left(run)
 
 
