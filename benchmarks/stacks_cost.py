@@ -1,9 +1,10 @@
-"""What it costs a step that a rank can be asked where it is: pairs of runs with and without, of two ranks each.
+"""What it costs a step that a rank can be asked where it is and how fast: pairs of runs with and without, of two ranks.
 
     python benchmarks/stacks_cost.py [PAIRS [STEPS]]
 
-Each run trains a small network with DDP and gloo. With: the Flight Recorder has 100 collectives, the thread that
-answers is there, and the stacks are asked for every 2.5 s, as a supervisor does of a silent run. Without: none of it.
+Each run trains a small network with DDP and gloo. With: the Flight Recorder has 200 collectives, the thread that
+answers is there, and is asked every 2.5 s for the stacks, as of a silent run, and for the pace, which otherwise a
+supervisor does every 10 to 60 s. Without: none of it.
 Prints the median ratio of a step's time and of its processor time, the latter for machines that do other things, too.
 """
 
@@ -62,8 +63,9 @@ def main() -> int:
 def run(how: str, num_steps: int, port: int) -> dict[str, float]:
     """Run two ranks; return rank 0's figures."""
     from clusterddp.node.rank_probe import AskedRank, find_memory
+    from clusterddp.node.stack_hook import PACE, STACKS
 
-    recorder = "100" if how == "with" else "0"
+    recorder = "200" if how == "with" else "0"
     common = os.environ | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with tempfile.NamedTemporaryFile("w", suffix=".py") as script:
         script.write(RANK)
@@ -81,7 +83,8 @@ def run(how: str, num_steps: int, port: int) -> dict[str, float]:
         while ranks[0].poll() is None:
             for rank in ranks if how == "with" else ():
                 if found := find_memory(rank.pid):
-                    AskedRank(found[1]).close()
+                    for question in (STACKS, PACE):
+                        AskedRank(found[1], question).close()
             try:
                 ranks[0].wait(2.5)
             except subprocess.TimeoutExpired:
