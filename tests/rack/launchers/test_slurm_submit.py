@@ -37,9 +37,9 @@ def person(rack: Rack) -> Iterator[SlurmPerson]:
 def test_a_job_carries_its_tag_in_name_and_comment(person: SlurmPerson) -> None:
     done = person.clusterddp("submit", "job.yaml", "-o", "json")
     record = person.record()
-    assert json.loads(done.stdout) == {
-        "run": record.run, "launcher": "slurm", "job_id": record.job_id, "run_dir": str(person.run_dir().path),
-    }  # fmt: skip
+    run_dir = str(person.run_dir().path)
+    submitted = {"run": record.run, "launcher": "slurm", "job_id": record.job_id, "run_dir": run_dir}
+    assert json.loads(done.stdout) == {"schema": 1} | submitted
     assert record.job_tag == job_tag(record.token, 0)
     job = person.job(str(record.job_id))
     assert job["JobName"] == f"job.{record.job_tag}"

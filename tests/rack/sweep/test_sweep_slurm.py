@@ -186,6 +186,7 @@ def test_what_a_submit_prints_names_the_sweep_and_its_runs(cluster: Rack) -> Non
     answer = json.loads(text)
     sweep = SweepDir(place.path / "runs" / answer["sweep"])
     assert answer == {
+        "schema": 1,
         "sweep": sweep.name,
         "launcher": "slurm",
         "job_id": read_sweep(sweep).job_id,
