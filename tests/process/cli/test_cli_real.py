@@ -92,7 +92,7 @@ def test_submit_and_wait_for_a_run_that_completes(place: Path) -> None:
     done = clusterddp(place, "submit", "job.yaml", "--wait", "-o", "json")
     assert done.returncode == 0
     submitted = json.loads(done.stdout)
-    assert list(submitted) == ["run", "launcher", "job_id", "run_dir"]
+    assert list(submitted) == ["schema", "run", "launcher", "job_id", "run_dir"]
     assert submitted["run_dir"] == str(place / "runs" / submitted["run"])
     assert f"{submitted['run']} COMPLETED" in done.stderr
     status = json.loads(clusterddp(place, "status", "-o", "json").stdout)
