@@ -80,6 +80,7 @@ def _import_for_training() -> None:
     """
     gc.disable()
     with contextlib.suppress(ImportError):  # the trainer's own import raises it
+        importlib.import_module("clusterddp.train")  # filters a warning of torch's
         for module in ("torch", "torch._dynamo", "torch.distributed.nn.functional"):
             importlib.import_module(module)
     gc.freeze()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Iterable
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 from clusterddp.network.interface import is_cut_off
 from clusterddp.network.socket_links import faster_networks
@@ -13,18 +15,19 @@ from clusterddp.node.failure import Failure
 from clusterddp.node.log import log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
-from clusterddp.ranks.environment import node_cookies
+from clusterddp.ranks.environment import STOP_FILE, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.gang import Gang, Node
+from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.outcome import AttemptEnd, signal_name
-from clusterddp.run.stop import may_look_for_file
 from clusterddp.system.files import is_file
 
 _CONFIRM_S = 4.0
 """How long nodes may take to confirm their end after they have given up."""
+_MAX_FILES, _MAX_BYTES = 5000, 100_000_000
+"""Of the code of a program, which `may_look_for_file` reads."""
 
 
 class JoinedNodes:
@@ -172,3 +175,30 @@ class Ending:
             for node_rank, pids in sorted(self._left.items())
         ]
         return dataclasses.replace(end, reason="; ".join([end.reason, *places]))
+
+
+def may_look_for_file(entry: Entry) -> bool:
+    """Return whether a program may look for the stop file by itself: its code names the variable with the path.
+
+    No process sees that a program looks for a file. True also where the code is too much to read.
+    """
+    if STOP_FILE in " ".join(map(str, (entry.target, *entry.words, *entry.args))):
+        return True
+    words = (entry.target, entry.target.partition(":")[0], *entry.words, *map(str, entry.args))
+    left = _MAX_BYTES
+    for number, file in enumerate(_code_files(entry, words)):
+        with contextlib.suppress(OSError, ValueError):
+            if not file.is_file():
+                continue
+            left -= file.stat().st_size
+            if number > _MAX_FILES or left < 0 or STOP_FILE.encode() in file.read_bytes():
+                return True
+    return False
+
+
+def _code_files(entry: Entry, words: Iterable[str]) -> Iterator[Path]:
+    """List the files of a program: those that its words name, and those of the snapshot of its code."""
+    yield from (Path(entry.working_dir, word) for word in words)
+    for top in {entry.code_dir, *entry.import_paths} - {None}:
+        for folder, _, names in os.walk(str(top)):
+            yield from (Path(folder, name) for name in names)

@@ -11,26 +11,20 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.ranks.environment import STOP_FILE
 from clusterddp.run.directory import ASKED, AttemptDir, RunDir
 from clusterddp.system.files import is_file, read_json, read_regular, write_json
 from clusterddp.wire import read_object
-
-if TYPE_CHECKING:
-    from clusterddp.run.gang import Entry
 
 _EMPTY_STOP_FILE_S = 0.3
 """A stop file that is empty for longer was made by hand; until then it may be in the middle of a write."""
 LOOK_EVERY_S = 0.25
 """How often a program that checks in every step looks for the file."""
-_MAX_FILES, _MAX_BYTES = 5000, 100_000_000
-"""Of the code of a program, which `may_look_for_file` reads."""
 
 
 def request_stop(stop_file: Path, reason: str, *, ordered: bool = False) -> None:
@@ -56,33 +50,6 @@ def record_question(stop_file: Path) -> None:
 def stop_requested(stop_file: Path) -> bool:
     """Return whether a stop was requested (one stat call); False while the storage cannot be reached."""
     return is_file(stop_file)
-
-
-def may_look_for_file(entry: Entry) -> bool:
-    """Return whether a program may look for the stop file by itself: its code names the variable with the path.
-
-    No process sees that a program looks for a file. True also where the code is too much to read.
-    """
-    if STOP_FILE in " ".join(map(str, (entry.target, *entry.words, *entry.args))):
-        return True
-    words = (entry.target, entry.target.partition(":")[0], *entry.words, *map(str, entry.args))
-    left = _MAX_BYTES
-    for number, file in enumerate(_code_files(entry, words)):
-        with contextlib.suppress(OSError, ValueError):
-            if not file.is_file():
-                continue
-            left -= file.stat().st_size
-            if number > _MAX_FILES or left < 0 or STOP_FILE.encode() in file.read_bytes():
-                return True
-    return False
-
-
-def _code_files(entry: Entry, words: Iterable[str]) -> Iterator[Path]:
-    """List the files of a program: those that its words name, and those of the snapshot of its code."""
-    yield from (Path(entry.working_dir, word) for word in words)
-    for top in {entry.code_dir, *entry.import_paths} - {None}:
-        for folder, _, names in os.walk(str(top)):
-            yield from (Path(folder, name) for name in names)
 
 
 def looking_at(

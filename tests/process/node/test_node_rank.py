@@ -134,7 +134,7 @@ def test_a_stop_signal_makes_the_stop_file(tmp_path, number):
 @pytest.mark.parametrize(
     ("environ", "size", "prefix"),
     [
-        ({"CLUSTERDDP_BACKEND": "gloo"}, "100", None),
+        ({"CLUSTERDDP_BACKEND": "gloo"}, "200", None),
         ({"CLUSTERDDP_BACKEND": "gloo", "TORCH_FR_BUFFER_SIZE": "0"}, "0", None),
         ({"CLUSTERDDP_BACKEND": "nccl"}, "2000", "logs/nccl_trace_"),
         ({"CLUSTERDDP_BACKEND": "nccl", "TORCH_FR_BUFFER_SIZE": "7"}, "7", "logs/nccl_trace_"),

@@ -14,13 +14,14 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
+from clusterddp.node.gang_nodes import may_look_for_file
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry
 from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
-from clusterddp.run.stop import looking_at, may_look_for_file, request_stop
+from clusterddp.run.stop import looking_at, request_stop
 from clusterddp.run.view import RunState
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
