@@ -47,6 +47,8 @@ def pace_of_collectives(entered: Mapping[int, Entered], period_s: float | None) 
         times = {number: max(each[number][1] for each in entered.values()) for number in numbers}
         kinds = [[times[number] for number in found] for found in places.values()]
         period_s = _period(list(times.values()), kinds)
+        if period_s is None:
+            return Pace()
     late = dict.fromkeys(entered, 0.0)
     for found in places.values():
         for rank, late_s in _lateness([{rank: each[number][1] for rank, each in entered.items()} for number in found]):
@@ -60,8 +62,8 @@ def pace_of_own_steps(own_s: Mapping[int, float], period_s: float | None) -> Pac
     return Pace(period_s=max(slowest_s, period_s or 0.0), late_s=dict(_lateness([own_s])), step_s=dict(own_s))
 
 
-def _period(times: Sequence[float], kinds: Sequence[Sequence[float]]) -> float:
-    """Return the time from one step to the next.
+def _period(times: Sequence[float], kinds: Sequence[Sequence[float]]) -> float | None:
+    """Return the time from one step to the next; None: it is not known, as where a clock was set back.
 
     `times`: of all collectives; `kinds`: of those of each kind. Kinds that come equally often come once a step, such as
     buckets of gradients of different sizes. Otherwise steps are parted by long gaps. Where several numbers of steps are
@@ -70,17 +72,18 @@ def _period(times: Sequence[float], kinds: Sequence[Sequence[float]]) -> float:
     gaps = [after - before for before, after in itertools.pairwise(times)]
     long_s = _long_gap(gaps)
     begins = [after for gap, after in zip(gaps, times[1:], strict=True) if gap > long_s]
-    by_gaps_s = _distance(begins) if len(begins) >= _FEWEST_STEPS else None
+    by_gaps_s = max(0.0, _distance(begins)) if len(begins) >= _FEWEST_STEPS else 0.0
     alike: list[list[Sequence[float]]] = []
     for found in sorted(kinds, key=len):
         if alike and len(found) - len(alike[-1][0]) <= 1:  # one more or less at the ends of what is known
             alike[-1].append(found)
         else:
             alike.append([found])
-    periods = [statistics.median(map(_distance, group)) for group in alike if len(group) > 1]
+    distances = [statistics.median(map(_distance, group)) for group in alike if len(group) > 1]
+    periods = [period_s for period_s in distances if period_s > 0]  # not of kinds that come several times at once
     if not periods:
-        return by_gaps_s or min(map(_distance, kinds))
-    if by_gaps_s is None:
+        return by_gaps_s or min((each for each in map(_distance, kinds) if each > 0), default=None)
+    if not by_gaps_s:
         return periods[-1]
     return min(periods, key=lambda period_s: max(period_s / by_gaps_s, by_gaps_s / period_s))
 

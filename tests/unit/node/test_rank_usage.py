@@ -176,6 +176,18 @@ def test_where_ranks_share_cores_the_steps_are_known_all_the_same():
     assert pace.period_s == pytest.approx(0.06, rel=0.2)
 
 
+@pytest.mark.parametrize("times", [[5.0] * 8, [9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0]], ids=["equal", "set back"])
+def test_times_that_cannot_be_end_nothing(times):
+    own = {number: (number % 2, at) for number, at in enumerate(times)}
+    pace = pace_of_collectives({0: own, 1: own}, None)
+    assert (pace.period_s, pace.late_s) == (None, {})
+
+
+def test_kinds_whose_collectives_come_at_one_moment_say_nothing_of_a_step():
+    own = {step * 4 + place: (place % 2, 100.0 + step) for step in range(10) for place in range(4)}
+    assert pace_of_collectives({0: own, 1: own}, None).period_s == pytest.approx(1.0)
+
+
 def test_too_little_says_nothing():
     alone = pace_of_collectives(entered({0: 0.05}), None)
     assert (alone.period_s, alone.late_s) == (None, {})
