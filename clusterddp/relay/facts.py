@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,6 +19,8 @@ from clusterddp.system.files import read_json
 
 _LEFT_OUT = frozenset({"env", "secrets", "notify"})
 """Sections of a spec that may have values for the run alone."""
+_SECRET = re.compile(r"(?i)(token|secret|passw|credential|api_?key|access_?key|private)|//[^/@\s]+@")
+"""Names of values, and addresses with a user, that stay out of a tracker: more than `spec.secret_values` hides."""
 _MAX_DEPTH = 16
 
 Config = Mapping[str, "str | int | float | bool"]
@@ -102,6 +105,6 @@ def flat_config(values: Mapping[str, Any], prefix: str = "") -> dict[str, str | 
             continue
         if isinstance(value, dict) and name.count(".") < _MAX_DEPTH:
             flat |= flat_config(hide_secret_arguments(value) if name == "entry" else value, f"{name}.")
-        else:
+        elif not _SECRET.search(f"{name} {value}" if "//" in str(value) else name):
             flat[name] = value if isinstance(value, str | int | float) else " ".join(map(str, value))
     return flat

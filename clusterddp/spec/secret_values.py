@@ -9,7 +9,7 @@ from typing import Any
 
 HIDDEN = "(not shown)"
 _ARGUMENTS = frozenset({"args", "kwargs", "words", "command", "target"})
-_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSWORD|PASSWD|PASSPHRASE|CREDENTIAL|AUTH", re.IGNORECASE)
+_VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|PRIVATE", re.IGNORECASE)
 _OPTION = re.compile(
     r"(^|[._-])(auth|token|password|passwd|passphrase|secret|credentials?|(api|access|private|secret|auth)[_-]?key)"
     r"($|[._-])|(token|password|secret|apikey)$",

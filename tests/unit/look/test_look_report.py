@@ -168,10 +168,14 @@ def test_damaged_files_leave_their_parts_empty(tmp_path: Path) -> None:
 
 
 def test_secret_variables_of_the_spec_are_not_shown() -> None:
-    spec = {"env": {"WANDB_API_KEY": "abc", "HF_TOKEN": "abc", "OMP": "1"}, "train": {"lr": 0.1, "ema": None}}
+    spec = {
+        "env": {"WANDB_API_KEY": "abc", "HF_TOKEN": "abc", "PRIVATE_URL": "abc", "OMP": "1"},
+        "train": {"lr": 0.1, "ema": None},
+    }
     assert config_texts(spec) == {
         "env.WANDB_API_KEY": HIDDEN,
         "env.HF_TOKEN": HIDDEN,
+        "env.PRIVATE_URL": HIDDEN,
         "env.OMP": "1",
         "train.lr": "0.1",
     }

@@ -90,6 +90,8 @@ def test_a_configuration_has_no_variables_secrets_or_addresses_with_passwords() 
         "train.milestones": "1 2",
         "entry.args.url": "https://host/x",
     }
+    assert flat_config({"train": {"data_dir": "s3://user:pass@host/x", "root": "s3://user@host/x"}}) == {}
+    assert flat_config({"slurm": {"access_key": "x", "my_secret_name": "x"}}) == {}
     assert flat_config({"entry": {"args": ["--token", "x", "--lr", "1"]}}) == {
         "entry.args": "--token (not shown) --lr 1"
     }
