@@ -25,14 +25,19 @@ PROGRESS_EVERY_S = 5.0
 _RESERVED = frozenset({"kind", "attempt", "time", "steps_done", "steps_total", "epochs_total"})
 
 
-def log(values: Mapping[str, Any], *, step: int | None = None) -> None:
+def log(values: Mapping[str, Any], *, step: int | None = None, total: int | None = None) -> None:
     """Add a row with these values to metrics.jsonl; `status`, `list` and TensorBoard show them.
 
-    A value is a number or a tensor of one element, which rank 0 reads. `step` defaults to that of `progress`.
-    Storage that is full or away loses rows and raises nothing. Outside of a run this does nothing.
+    A value is a number or a tensor of one element, which rank 0 reads. `step` defaults to that of `progress`; with
+    `total` it is the progress, too, and every rank has to call. Storage that is full or away loses rows and raises
+    nothing. Outside of a run this does nothing.
 
     Raises: TypeError, ValueError: a key or a value that a row cannot have. ClusterddpError: a later attempt has begun.
     """
+    if total is not None:
+        if step is None:
+            raise TypeError("clusterddp.log: total without step: write step=, too")
+        progress(step, total)
     if _is_silent():
         return
     numbers = {_checked_key(key): _number(key, value) for key, value in values.items()}

@@ -82,6 +82,17 @@ def test_the_step_is_that_of_the_progress_unless_it_is_given(run: RunDir) -> Non
     assert [first[key] for key in ("steps_done", "steps_total", "epoch", "epochs_total")] == [40, 100, 2, 5]
 
 
+def test_a_row_with_a_total_is_the_progress_too(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    clusterddp.log({"loss": 0.5}, step=1, total=2)
+    (row,) = rows(run, "log")
+    assert [row[key] for key in ("step", "steps_done", "steps_total", "loss")] == [1, 1, 2, 0.5]
+    monkeypatch.setenv("RANK", "1")
+    clusterddp.log({"loss": 0.5}, step=2, total=2)
+    assert report.reached.is_last_step  # for checkpoint.due, which every rank asks
+    with pytest.raises(TypeError, match="total without step"):
+        clusterddp.log({"loss": 0.5}, total=2)
+
+
 def test_only_rank_0_writes(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "1")
     clusterddp.log({"loss": object()})
