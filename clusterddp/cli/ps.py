@@ -167,7 +167,7 @@ def gc(
         show = say if output == "json" else put
         cleanup = Cleanup(machines=machines, tokens=selection.tokens, older_than_s=older_than_s)
         cleanup.look()
-        if lines := text.cleanup_lines(cleanup):
+        if lines := text.cleanup_lines(cleanup, columns=columns_of(sys.stdout)):
             show("\n".join(lines))
         text.say_kept(cleanup)
         if not _carry_out(cleanup, show, yes=yes, dry_run=dry_run):

@@ -15,8 +15,8 @@ import click
 from clusterddp.cli.arguments import collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.param_types import Age, RunName
-from clusterddp.cli.terminal import Terminal, columns_of, confirm, duration, put, put_json, say, say_error, table
-from clusterddp.cli.text.columns import Column, lay_out
+from clusterddp.cli.terminal import Terminal, columns_of, confirm, duration, put, put_json, say, say_error
+from clusterddp.cli.text.columns import lay_out, to_columns
 from clusterddp.cli.text.states import state_text
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
@@ -174,14 +174,17 @@ def _unused_code(runs_dir: Path, *, without: Sequence[Path] = ()) -> list[Snapsh
 
 
 def _candidate_lines(removal: Removal, code: list[Snapshot]) -> list[str]:
-    rows = [["RUN", "STATE", "ENDED", "SIZE", ""]]
+    """Lay out what is to be removed; names are never cut."""
+    rows = []
     for each in removal.candidates:
         notes = [f"{format_bytes(each.usage.checkpoints)} of checkpoints"] if each.usage.checkpoints else []
         notes += [f"on {', '.join(each.hosts)}, too"] if each.hosts and not removal.here_only else []
         state = state_text(each.view.state.value)
         age = f"{duration(time.time() - each.ended)} ago"
         rows.append([printable(each.run.name), state, age, format_bytes(each.usage.total), printable("; ".join(notes))])
-    return [*table(rows), f"in all: {_size_text(removal.candidates, code)}"]
+    titles = (("RUN", 0), ("STATE", 2), ("ENDED", 3), ("SIZE", 0), ("", 1))
+    lines = lay_out(to_columns(titles, rows), room=columns_of(sys.stdout))
+    return [*lines, f"in all: {_size_text(removal.candidates, code)}"]
 
 
 def _size_text(runs: Sequence[Candidate], code: Sequence[Snapshot]) -> str:
@@ -232,11 +235,9 @@ def _usage_lines(
         rows.append(["left by a removal that was killed", format_bytes(remains)])
     rows.append(["total", format_bytes(total)])
     whole = [row + [""] * (len(_USAGE_COLUMNS) - len(row)) for row in rows]
-    columns = [
-        Column(title=title, cells=cells, gives_way=gives_way, least=_LEAST_LABEL if title == "RUN" else None)
-        for (title, gives_way), *cells in zip(_USAGE_COLUMNS, *whole, strict=True)
-    ]
-    return lay_out(columns, room=columns_of(sys.stdout))
+    label_column, *columns = to_columns(_USAGE_COLUMNS, whole)
+    label_column = dataclasses.replace(label_column, least=_LEAST_LABEL)
+    return lay_out([label_column, *columns], room=columns_of(sys.stdout))
 
 
 def _folded(found: list[tuple[RunDir, Usage]]) -> list[tuple[str, Usage, list[RunDir]]]:

@@ -39,6 +39,14 @@ class Column:
         return dataclasses.replace(self, cells=cells)
 
 
+def to_columns(titles: Sequence[tuple[str, int]], rows: Sequence[Sequence[str]]) -> list[Column]:
+    """Turn rows into columns; each title comes with its `gives_way`."""
+    return [
+        Column(title=title, cells=cells, gives_way=gives_way)
+        for (title, gives_way), *cells in zip(titles, *rows, strict=True)
+    ]
+
+
 def lay_out(columns: Sequence[Column], *, room: int | None, indent: str = "") -> list[str]:
     """Lay out columns as lines of at most `room` columns of the terminal, if that can be; None: all of them, uncut."""
     shown = list(columns) if room is None else _fitting(list(columns), room - len(indent))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.terminal import duration, say, say_error, table
-from clusterddp.cli.text.columns import Column, lay_out
+from clusterddp.cli.terminal import duration, say, say_error
+from clusterddp.cli.text.columns import Column, lay_out, to_columns
 from clusterddp.errors import SshError
 from clusterddp.look.cleanup import answers
 from clusterddp.look.printable import printable
@@ -64,14 +64,15 @@ def failure_lines(found: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def stored_lines(found: Mapping[str, Storage | SshError]) -> list[str]:
-    """Lay out what can be removed on each machine."""
-    rows = [["HOST", "WHAT", "PLACE", "AGE", "SIZE", ""]]
-    for host, storage in found.items():
-        if isinstance(storage, SshError):
-            continue
-        rows += [_stored_row(host, storage.root, each) for each in storage.removable]
-    return table(rows) if len(rows) > 1 else []
+def stored_lines(found: Mapping[str, Storage | SshError], *, columns: int | None = None) -> list[str]:
+    """Lay out what can be removed on each machine in `columns`; hosts and places are never cut."""
+    rows = [
+        _stored_row(host, storage.root, each) for host, storage in answers(found).items() for each in storage.removable
+    ]
+    if not rows:
+        return []
+    titles = (("HOST", 0), ("WHAT", 2), ("PLACE", 0), ("AGE", 3), ("SIZE", 0), ("", 1))
+    return lay_out(to_columns(titles, rows), room=columns)
 
 
 def run_json(run: RunHere) -> dict[str, Any]:
@@ -108,10 +109,11 @@ def cleanup_question(cleanup: Cleanup) -> str:
     return f"{question[:1].upper()}{question[1:]}?" if words else ""
 
 
-def cleanup_lines(cleanup: Cleanup) -> list[str]:
-    """Lay out what is to be ended and removed, and which machines did not answer."""
-    runs = process_lines(cleanup.left_over) if cleanup.left_over else []
-    return [*runs, *stored_lines(cleanup.storages), *failure_lines({**cleanup.storages, **cleanup.found})]
+def cleanup_lines(cleanup: Cleanup, *, columns: int | None = None) -> list[str]:
+    """Lay out what is to be ended and removed in `columns`, and which machines did not answer."""
+    runs = process_lines(cleanup.left_over, columns=columns) if cleanup.left_over else []
+    stored = stored_lines(cleanup.storages, columns=columns)
+    return [*runs, *stored, *failure_lines({**cleanup.storages, **cleanup.found})]
 
 
 def say_kept(cleanup: Cleanup) -> None:

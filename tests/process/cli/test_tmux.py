@@ -139,6 +139,14 @@ def test_tables_fit_and_keep_names_and_values(tmux: Tmux, runs_dir: Path, column
         assert re.search(rf"orphaned +1: {orphan.pid}", "\n".join(lines))
 
 
+def test_what_is_to_be_removed_is_named_whole(tmux: Tmux, columns: int) -> None:
+    lines = tmux.run("rm", "-n", "bold-crane-12")
+    assert tmux.wrapped() == []
+    assert lines[0].split()[:1] + lines[0].split()[-1:] == ["RUN", "SIZE"]
+    assert [line.startswith("bold-crane-12  ") for line in lines] == [False, True, False]
+    assert LONG in tmux.run("rm", "-n", LONG)[1]
+
+
 def states_of(lines: list[str]) -> list[tuple[str, str]]:
     found = [(line, re.search("COMPLETED|FAILED|RUNNING|STATE", line)) for line in lines]
     return [(line, state[0]) for line, state in found if state]

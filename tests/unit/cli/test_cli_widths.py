@@ -12,8 +12,10 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from clusterddp.cli.text.ps import stored_lines
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.stored import Storage, Stored
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
 
@@ -139,3 +141,13 @@ def test_an_end_with_a_long_reason_is_wrapped_in_status(runs_dir: Path) -> None:
     lines = on_terminal(runs_dir, 40, "status", "cold-fox-1")
     assert " ".join(" ".join(lines).split()).count("because because") >= 14
     assert max(len(line) for line in lines if "because" in line) <= 40
+
+
+@pytest.mark.parametrize(("columns", "titles"), [(None, "HOST WHAT PLACE AGE SIZE"), (60, "HOST PLACE SIZE")])
+def test_the_place_of_what_gc_removes_is_never_cut(columns: int | None, titles: str) -> None:
+    stored = Stored(place="runs/brisk-otter-3.3f9a12bc", kind="run", age_s=40 * 86400, size=2**20, checkpoints=2**19)
+    storage = Storage(root="/home/her/.clusterddp", removable=(stored,))
+    heading, row = stored_lines({"gpu01": storage}, columns=columns)
+    assert COLOUR.sub("", heading).split() == titles.split()
+    assert "/home/her/.clusterddp/runs/brisk-otter-3.3f9a12bc" in row
+    assert ("with 512 KiB of checkpoints" in row) == (columns is None)
