@@ -166,7 +166,7 @@ def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
     if isinstance(report, dict) and isinstance(report.get("message"), dict):
         extra = report["message"].get("extraInfo") or {}
         traceback = str(extra.get("py_callstack") or "")[-_TRACEBACK_CHARS:] or None
-    error = f"rank {rank.rank} on {rank.host}: {rank.error or f'left with exit code {rank.exit_code}'}"
+    error = f"rank {rank.rank} on {rank.host}: {rank.error or f'exited with code {rank.exit_code}'}"
     return RootCause(
         rank=rank.rank, host=rank.host, exit_code=rank.exit_code, error=error, log=None, traceback=traceback
     )
@@ -174,7 +174,7 @@ def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
 
 def _completed(run: RunDir, attempt: AttemptDir, ranks: list[RankRecord]) -> RunView:
     size = read_gang(run).world_size
-    reason = f"{spell_ranks(rank.rank for rank in ranks)} left with exit code 0"
+    reason = f"{spell_ranks(rank.rank for rank in ranks)} exited with code 0"
     if len(ranks) < size:
         reason += f"; the other hosts keep the records of the other {size - len(ranks)}"
     end = AttemptEnd(outcome="COMPLETED", reason=reason, ended=_last(ranks))

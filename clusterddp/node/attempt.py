@@ -22,7 +22,7 @@ SETTLE_OWN_S = 0.15
 SETTLE_SPAWNED_S = 4.0
 """`SETTLE_S` where programs start their ranks: a program ends its other ranks before it reports which one failed."""
 
-NEVER_ASKED = "the program left with exit code 0 and never asked clusterddp.should_stop(): it may have completed"
+NEVER_ASKED = "the program exited with code 0 and never asked clusterddp.should_stop(): it may have completed"
 """Of ranks that ended well after a request to stop, and whose code names the stop file: a look at it is not seen."""
 _JUDGE_QUIET_S = 1.0
 
@@ -153,7 +153,7 @@ class Attempt:
             return failed_by(self._with_log(self.cause().cause))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
             return self._stopped(self.stop_reason)
-        reason = f"{self._spell(self._ends)} left with exit code 0"
+        reason = f"{self._spell(self._ends)} exited with code 0"
         reason += f", not because of the request to stop ({self.stop_reason})" if self.stop_reason else ""
         return AttemptEnd(outcome="COMPLETED", reason=reason)
 
@@ -187,7 +187,7 @@ class Attempt:
             return first
         rank = leavers[0]
         host = self._gang.node_of(rank).host
-        what = f"rank {rank} on {host} left with exit code 0 while others still needed it; then {first.cause.error}"
+        what = f"rank {rank} on {host} exited with code 0 while others still needed it; then {first.cause.error}"
         cause = RootCause(rank=rank, host=host, exit_code=0, error=what, log=None)
         return Failure(cause=cause, restartable=True)
 

@@ -127,7 +127,7 @@ def failure_of(end: RankEnd, gang: Gang) -> Failure:
     elif end.error is not None:
         what = f"{who}: {end.error}"
     else:
-        what = f"{who} left with exit code {end.exit_code}"
+        what = f"{who} exited with code {end.exit_code}"
         what += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
     cause = RootCause(rank=end.rank, host=host, exit_code=end.exit_code, error=what, log=None, traceback=end.traceback)
     return Failure(cause=cause, weight=end.weight, restartable=True)

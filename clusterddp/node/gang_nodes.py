@@ -71,7 +71,7 @@ class JoinedNodes:
 
     def spell_end(self, node_rank: int, exit_code: int) -> str:
         """Say how the supervisor of a node ended, by its exit code."""
-        how = f"left with exit code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
+        how = f"exited with code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
         return f"supervisor of node {node_rank} on {self._gang.nodes[node_rank].host} {how}"
 
     def lose(self, node_rank: int, why: Loss, interface: str | None) -> list[tuple[Node, str]]:

@@ -121,7 +121,7 @@ class Torchrun:
         if returncode is None:
             return
         pid, self._agent = self._agent, None
-        how = f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"left with exit code {returncode}"
+        how = f"was killed by {signal_name(-returncode)}" if returncode < 0 else f"exited with code {returncode}"
         last_line = read_tail(self._log).rpartition("\n")[2].strip()
         error = f"torchrun on {self._node.host} (pid {pid}) {how}; its {spell_ranks(self._node.ranks)} ended with it"
         error += f"; its last line: {last_line[:200]}" if returncode > 0 and last_line else ""

@@ -105,7 +105,7 @@ def _failure(done: subprocess.CompletedProcess[str], program: str) -> SlurmError
     # Without a cluster the message also has the name server's error, which looks transient.
     is_transient = reason != "no cluster" and any(phrase in found for phrase in _TRANSIENT)
     return SlurmError(
-        f"{program}: {text or f'left with exit code {done.returncode}'}",
+        f"{program}: {text or f'exited with code {done.returncode}'}",
         # A command that a signal ended has no answer yet: in a job, Slurm's SIGTERM goes to all processes.
         transient=done.returncode < 0 or is_transient,
         reason=reason,

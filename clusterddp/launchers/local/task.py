@@ -155,7 +155,7 @@ def _explain(run: RunDir, ended: list[_Supervisor], error_text: str | None) -> A
         error = f"{who} was killed by {signal_name(-code)}"
     else:
         last_line = read_tail(first.log).rpartition("\n")[2]
-        error = f"{who} left with exit code {code}" + (f": {last_line}" if last_line else "")
+        error = f"{who} exited with code {code}" + (f": {last_line}" if last_line else "")
     attempt = run.newest_attempt() if started else None
     cause = loss_of_node(
         error, host=node.host, ranks=node.ranks, ranks_in_words=spell_ranks(node.ranks), attempt=attempt

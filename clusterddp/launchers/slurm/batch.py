@@ -162,7 +162,7 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
     finally:
         os.close(descriptor)
     code = _wait_for_srun(process, carried.run, attempt)
-    return f"srun was killed by signal {-code}" if code < 0 else f"srun left with exit code {code}"
+    return f"srun was killed by signal {-code}" if code < 0 else f"srun exited with code {code}"
 
 
 def _wait_for_srun(srun: subprocess.Popen[bytes], run: RunDir, attempt: AttemptDir) -> int:

@@ -79,7 +79,7 @@ def assert_all_gone(run: RunDir, since: float) -> RunView:
 def test_a_script_runs_on_every_rank_of_every_node_and_the_run_is_completed(start: Submitter) -> None:
     run = start(HELLO)
     view = wait(run, 30)
-    assert (view.state, view.reason) == (RunState.COMPLETED, "ranks 0-3 left with exit code 0")
+    assert (view.state, view.reason) == (RunState.COMPLETED, "ranks 0-3 exited with code 0")
     attempt = run.attempt(0)
     assert [attempt.stdout(rank).read_text() for rank in range(4)] == [f"rank {rank} of 4\n" for rank in range(4)]
     assert [(rank.rank, rank.node_rank, rank.local_rank) for rank in read_ranks(attempt)] == [

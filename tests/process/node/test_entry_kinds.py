@@ -153,9 +153,9 @@ def test_the_program_of_a_command_and_code_dir_are_the_kept_copy(start: Submitte
         (
             '"echo before >&2; echo no such label >&2; exit 3"',
             3,
-            "left with exit code 3; the last line of its stderr: no such label",
+            "exited with code 3; the last line of its stderr: no such label",
         ),
-        ('"exit 4"', 4, "left with exit code 4"),
+        ('"exit 4"', 4, "exited with code 4"),
         ('"kill -SEGV $$"', 139, "was killed by SIGSEGV"),
         ('"kill -9 $$"', 137, "was killed by SIGKILL"),
     ],
@@ -221,7 +221,7 @@ def test_a_program_that_owns_its_ranks_gets_the_numbers_of_the_machines(start: S
     assert [line.split()[:2] for line in text.splitlines() if "COMPLETED" in line][1:] == [["0", "0-2"], ["1", "3-5"]]
     end = read_end(run.attempt(0))
     assert end is not None
-    assert end.reason == "ranks 0-5 left with exit code 0"
+    assert end.reason == "ranks 0-5 exited with code 0"
 
 
 def test_a_program_that_owns_its_ranks_may_count_processes(start: Submitter) -> None:

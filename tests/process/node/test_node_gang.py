@@ -108,9 +108,9 @@ assert os.getsid(0) == os.getpid() == os.getpgid(0)
     ("failure", "exit_code", "error"),
     [
         ("raise ValueError('no such\\nlabel')", 1, "rank 2 on host1: ValueError: no such label"),
-        ("sys.exit(3)", 3, "rank 2 on host1 left with exit code 3"),
+        ("sys.exit(3)", 3, "rank 2 on host1 exited with code 3"),
         ("sys.exit('bad data')", 1, "rank 2 on host1: SystemExit: bad data"),
-        ("os._exit(7)", 7, "rank 2 on host1 left with exit code 7"),
+        ("os._exit(7)", 7, "rank 2 on host1 exited with code 7"),
         ("os.kill(os.getpid(), 9)", 137, "rank 2 on host1 was killed by SIGKILL"),
         ("import ctypes; ctypes.string_at(0)", 139, "rank 2 on host1 was killed by SIGSEGV"),
         ("exec('1 +')", 1, 'rank 2 on host1: File "<string>", line 1 1 + ^ SyntaxError: invalid syntax'),
@@ -174,7 +174,7 @@ raise RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer [
         gang.await_end()
         cause = gang.end().root_cause
         assert (cause.rank, cause.exit_code) == (1, 0)
-        assert cause.error.startswith("rank 1 on host0 left with exit code 0 while others still needed it; then rank ")
+        assert cause.error.startswith("rank 1 on host0 exited with code 0 while others still needed it; then rank ")
 
 
 @pytest.mark.parametrize(

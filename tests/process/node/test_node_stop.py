@@ -156,7 +156,7 @@ def test_a_script_that_never_asked_has_completed_and_its_end_names_the_request(t
         gang.await_end()
         end = gang.end()
         assert (end.outcome, end.warning) == ("COMPLETED", "")
-        assert end.reason == "ranks 0-1 left with exit code 0, not because of the request to stop (cancel --save)"
+        assert end.reason == "ranks 0-1 exited with code 0, not because of the request to stop (cancel --save)"
 
 
 def test_a_rank_that_fails_while_stopping_fails_the_run_without_a_restart(tmp_path):

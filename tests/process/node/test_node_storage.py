@@ -32,7 +32,7 @@ def test_a_full_disk_leaves_no_rank_running(tmp_path):
         wait_until(lambda: not gang.pids("n0") + gang.pids("n1"), 5)
         filler.unlink()
         assert gang.await_end() == [1, 1]
-        assert gang.end().root_cause.error == "rank 0 on host0 left with exit code 4"
+        assert gang.end().root_cause.error == "rank 0 on host0 exited with code 4"
 
 
 @pytest.mark.root
@@ -44,7 +44,7 @@ def test_the_cause_of_an_end_that_a_read_only_disk_does_not_take_is_spooled(tmp_
         disk_.make_read_only()
         assert gang.await_end() == [1, 1]
         end = read_spooled(gang.gang.token, 0)
-        assert end.root_cause.error == "rank 0 on host0 left with exit code 4"
+        assert end.root_cause.error == "rank 0 on host0 exited with code 4"
         assert "Read-only file system" in end.reason
 
 

@@ -24,7 +24,7 @@ while True:
 FAILURES = {
     "killed": ("os.kill(os.getpid(), signal.SIGKILL)", "rank {rank} on {host} was killed by SIGKILL"),
     "raised": ("raise ValueError('a bad batch')", "rank {rank} on {host}: ValueError: a bad batch"),
-    "left": ("os._exit(7)", "rank {rank} on {host} left with exit code 7"),
+    "left": ("os._exit(7)", "rank {rank} on {host} exited with code 7"),
 }
 
 

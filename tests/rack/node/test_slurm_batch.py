@@ -104,7 +104,7 @@ def test_tasks_that_die_without_a_report_are_explained_by_their_last_line(cluste
     run, _ = start(cluster, "dumb", TASK + "sys.exit('no such shared object')\n")
     end = await_final_end(run)
     assert (end.outcome, end.will_restart) == ("FAILED", False)
-    assert "srun left with exit code 1" in end.reason
+    assert "srun exited with code 1" in end.reason
 
 
 def test_a_failed_run_gives_its_root_cause_s_exit_code_to_the_job(cluster):

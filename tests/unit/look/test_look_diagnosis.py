@@ -37,7 +37,7 @@ def category(error: str, *, rank: int | None = 1, traceback: str | None = None) 
         ("rank 1 on node2 was killed by SIGKILL", "killed"),
         ("rank 1 on node2 was killed by SIGSEGV", "code"),
         ("rank 1 on node2: ValueError: bad value", "code"),
-        ("rank 1 on node2 left with exit code 3", "code"),
+        ("rank 1 on node2 exited with code 3", "code"),
     ],
 )
 def test_a_failure_has_a_category(error: str, expected: str) -> None:
@@ -59,7 +59,7 @@ def test_what_failed_before_any_rank_is_the_setup() -> None:
 
 def test_the_last_line_of_a_traceback_counts_where_the_error_is_only_an_exit_code() -> None:
     traceback = "Traceback (most recent call last):\n  File\nMemoryError"
-    assert category("rank 1 on node2 left with exit code 1", traceback=traceback) == "memory"
+    assert category("rank 1 on node2 exited with code 1", traceback=traceback) == "memory"
 
 
 def test_the_error_itself_goes_before_its_traceback() -> None:

@@ -114,10 +114,10 @@ def test_only_a_failure_is_sent_where_the_spec_says_fail(run: RunDir):
     notify = Notify(on=("fail",), webhook="https://example.org")
     assert message_of_end(notify, run, 0, AttemptEnd(outcome="COMPLETED", reason="")) is None
     assert message_of_end(notify, run, 0, cancelled("by ada")) is None
-    about = message_of_end(notify, run, 0, failed("rank 3 left with exit code 1", host="node01"))
+    about = message_of_end(notify, run, 0, failed("rank 3 exited with code 1", host="node01"))
     assert about is not None
     assert (about.event, about.state) == ("fail", "FAILED")
-    assert about.text == "calm-otter-1 FAILED: rank 3 left with exit code 1"
+    assert about.text == "calm-otter-1 FAILED: rank 3 exited with code 1"
 
 
 def test_an_attempt_that_is_followed_by_another_is_no_end(run: RunDir):

@@ -35,7 +35,7 @@ def ended_run(place: Path, keys: str, *, ago_s: float = 60.0, environ: dict[str,
     """Make a run that has failed some time ago, and whose head has sent nothing."""
     environ = dict(os.environ) | (environ or {})
     run = RunDir(make_run(plan_text(SPEC.format(keys=keys), place, environ=environ), environ).run_dir)
-    end = dataclasses.replace(failed("rank 1 left with exit code 3", rank=1), ended=time.time() - ago_s)
+    end = dataclasses.replace(failed("rank 1 exited with code 3", rank=1), ended=time.time() - ago_s)
     log_event(run, "attempt_ended", attempt=0)
     write_end(run.attempt(0), end)
     return run
@@ -49,7 +49,7 @@ def test_a_command_sends_what_the_head_could_not(tmp_path: Path, webhook: Webhoo
     run = ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url})
     send(run, HOOK=webhook.url)
     send(run, HOOK=webhook.url)
-    assert [message["text"] for message in webhook.received] == [f"{run.name} FAILED: rank 1 left with exit code 3"]
+    assert [message["text"] for message in webhook.received] == [f"{run.name} FAILED: rank 1 exited with code 3"]
     assert webhook.paths == [PATH]
     assert [row["event"] for row in read_jsonl(run.events)] == ["attempt_ended", "notified"]
     assert not any("hunter2" in path.read_text() for path in run.path.rglob("*.*") if path.is_file())
@@ -118,7 +118,7 @@ def test_a_command_gets_the_message_in_its_environment_and_on_standard_input(tmp
     script = 'cat > message; echo "$CLUSTERDDP_RUN $CLUSTERDDP_EVENT $CLUSTERDDP_STATE $CLUSTERDDP_REASON" > said'
     run = ended_run(tmp_path, f"on: [end, fail], shell: true, command: '{script}'")
     send(run)
-    assert (run.path / "said").read_text() == f"{run.name} fail FAILED rank 1 left with exit code 3\n"
+    assert (run.path / "said").read_text() == f"{run.name} fail FAILED rank 1 exited with code 3\n"
     message = read_json(run.path / "message")
     assert message
     assert message["run"] == run.name
