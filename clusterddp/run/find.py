@@ -48,7 +48,7 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     if name == "@last" and runs:
         return runs[-1]
     exact = [run for run in runs if run.name == name]
-    matches = exact or [run for run in runs if name and run.name.startswith(name)] or _runs_of_spec(runs, name)
+    matches = exact or [run for run in runs if name and run.name.startswith(name)] or runs_of_spec(runs, name)
     if len(matches) == 1:
         return matches[0]
     if matches:
@@ -60,7 +60,7 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     )
 
 
-def _runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
+def runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
     """Return the runs of the spec with this name that have not ended; when all have, the newest one."""
     named = [run for run in runs if _spec_name(run) == name]
     return [run for run in named if not _has_ended(run)] or named[-1:]

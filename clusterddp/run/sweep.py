@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name
-from clusterddp.run.find import list_places, list_runs
+from clusterddp.run.find import list_places, list_runs, runs_of_spec
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
@@ -149,9 +149,9 @@ def sweep_of(run: RunDir) -> SweepDir | None:
 
 
 def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
-    """Find a sweep by its name, an unambiguous beginning of it, its directory, or `@last` if its runs are the newest.
+    """Find a sweep by its name, an unambiguous beginning of it, its directory, or the `name:` of its spec.
 
-    None: it is not the name of a sweep; it may be that of a run.
+    `@last`: the sweep of the newest run. None: it is not the name of a sweep; it may be that of a run.
     """
     if os.sep in name:
         sweep = SweepDir(Path(name).resolve())
@@ -162,8 +162,19 @@ def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
     places = list_places(runs_dir) if name else []
     exact = [place for place in places if place.name == name]
     matches = exact or [place for place in places if place.name.startswith(name)]
+    if not matches and name:
+        return _find_sweep_of_spec(runs_dir, name)
     found = [SweepDir(place) for place in matches]
     return found[0] if len(found) == 1 and found[0].record.is_file() else None
+
+
+def _find_sweep_of_spec(runs_dir: Path, name: str) -> SweepDir | None:
+    """Find the sweep to which all runs belong that `name:` of a spec may mean."""
+    runs = list_runs(runs_dir)
+    if any(run.name.startswith(name) for run in runs):
+        return None
+    sweeps = {sweep_of(run) for run in runs_of_spec(runs, name)}
+    return sweeps.pop() if len(sweeps) == 1 else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,6 +27,7 @@ from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.slurm.cluster import array_limits
 from clusterddp.spec.load import load_spec
 from clusterddp.sweep.staging import make_sweep, take_back
+from tests.support.handmade_runs import complete, make_run, start_attempt
 from tests.support.launch_runs import git
 from tests.support.paths import ROOT
 from tests.support.sweep_runs import CONFIG, SPEC, fake_scontrol, plan_one
@@ -236,6 +237,19 @@ def test_a_sweep_is_found_by_its_name_its_beginning_its_directory_and_as_the_las
     assert [find_sweep(runs_dir, name) for name in (sweep.name, sweep.name[:4], str(sweep.path), "@last")] == [
         sweep
     ] * 4
+
+
+def test_a_sweep_is_found_by_the_name_of_its_spec_while_that_means_no_other_run(tmp_path: Path) -> None:
+    sweep, runs_dir = make(tmp_path), tmp_path / "runs"
+    name = read_run(sweep.runs()[0]).name
+    assert name is not None
+    assert find_sweep(runs_dir, name) == sweep
+    alone = make_run(runs_dir, "calm-fox-1")
+    write_run(alone, dataclasses.replace(read_run(alone), name=name))
+    assert find_sweep(runs_dir, name) is None
+    start_attempt(alone)
+    complete(alone, alone.newest_attempt())
+    assert find_sweep(runs_dir, name) == sweep
 
 
 def test_the_name_of_a_run_is_no_sweep(tmp_path: Path) -> None:
