@@ -74,7 +74,7 @@ def check_plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str
     from clusterddp.slurm.explain import advise_refusal
 
     try:
-        SlurmLauncher().check(plan)
+        SlurmLauncher(environ).check(plan)
     except PreflightError as error:
         yield "data", red(error.message, error.hint or "train.data_dir names where they are")
     verdict = ask_scheduler(plan.slurm, environ)

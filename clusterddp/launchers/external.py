@@ -38,26 +38,30 @@ class ExternalLauncher:
     killed = "cancelled; its ranks here were killed"
     things = "processes"
 
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """`environ`: of the calling command."""
+        self._environ = environ
+
     def check(self, plan: Plan) -> None:
         """Refuse nothing: planning has checked everything already."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Refuse: only the launcher that started the run can start it again."""
         raise _not_ours(run.name)
 
-    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+    def withdraw(self, run: RunDir) -> str:
         """Return an empty string: nothing was submitted."""
         return ""
 
-    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+    def renew(self, plan: Plan) -> Plan:
         """Refuse for the same reason."""
         raise _not_ours(plan.run)
 
-    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+    def observer(self) -> Slurm | None:
         """Return None: the state follows from files and processes."""
         return None
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Return False: the run has no supervisor that would answer its CANCEL file.
 
         Raises: UsageError: none of the ranks is on this host.
@@ -72,30 +76,28 @@ class ExternalLauncher:
             )
         return False
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Do nothing: the ranks look for the STOP file."""
 
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Refuse: no supervisor would answer."""
         raise UsageError(
             f"{run.name}: its ranks were started by another launcher, and no supervisor of clusterddp asks them",
             hint="py-spy dump --pid PID shows the stacks of one process; clusterddp status has the pids",
         )
 
-    def exec_command(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
-    ) -> int:
+    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
         """Run it on this machine; ranks of other machines are not found."""
-        return exec_here(run, attempt, command, environ)
+        return exec_here(run, attempt, command, self._environ)
 
-    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""
         if not find_processes(f"{record.token}."):
             return False
         end_processes(f"{record.token}.", timeout_s=max(1.0, timeout_s))
         return True
 
-    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Kill leftover processes of a run on this host; return their number."""
         strays = find_processes(f"{record.token}.")
         if strays:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
@@ -19,10 +18,10 @@ _HINT = "run clusterddp join SPEC --resume {run} on each of them"
 class JoinLauncher(LocalLauncher):
     """Starts no run; ends joined runs on this machine as local runs."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Refuse: the user runs the join command on every machine."""
         raise UsageError(f"{run.name}: several machines joined this run", hint=_HINT.format(run=run.name))
 
-    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+    def renew(self, plan: Plan) -> Plan:
         """Refuse for the same reason."""
         raise UsageError(f"{plan.run}: several machines joined this run", hint=_HINT.format(run=plan.run))

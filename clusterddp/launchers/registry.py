@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,9 +20,9 @@ if TYPE_CHECKING:
 
 
 class Launcher(Protocol):
-    """Starts the processes of runs, ends them, and reads their state; it keeps no state of its own.
+    """Starts the processes of runs, ends them, and reads their state, for a command that has the environment `environ`.
 
-    `environ` is the environment of the calling command. `sync` updates the local files of remote runs.
+    It keeps no state of its own. `sync` updates the local files of remote runs.
     """
 
     @property
@@ -40,61 +39,59 @@ class Launcher(Protocol):
         Raises: PreflightError.
         """
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Start an attempt whose directory is ready; `report` receives progress messages of slow steps.
 
         Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have
         started.
         """
 
-    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+    def withdraw(self, run: RunDir) -> str:
         """Undo an interrupted start; return a sentence on the result, or an empty string."""
 
-    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+    def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start; values that depend on the machines' state are read again.
 
         Raises: UsageError, PreflightError: the run cannot start again, or not now.
         """
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Ask a run to checkpoint and end; its STOP file is written already.
 
         Raises: ClusterddpError: the run cannot be reached.
         """
 
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Ask the head of a run where its ranks are; return the id of the report that it will write.
 
         Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
         """
 
-    def exec_command(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
-    ) -> int:
+    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
         """Run a command beside running ranks of one node, with their machine and job; return its exit code.
 
         Raises: ClusterddpError: the machine or the job of the ranks cannot be reached.
         """
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Ask a run to end at once; its CANCEL file is written already. True: the run will record its own end.
 
         Raises: ClusterddpError: the run cannot be reached.
         """
 
-    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """End a run that does not answer; False when no process or job of it was left.
 
         Raises: ClusterddpError: a process or job cannot be reached or ended.
         """
 
-    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """End leftover processes or jobs of a run that has ended; return their number.
 
         Raises: ClusterddpError: one of them cannot be reached or ended.
         """
 
-    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+    def observer(self) -> Slurm | None:
         """Return the `slurm` that `read_state` queries while a run is being ended; None where it queries none."""
 
     def read_state(
@@ -106,30 +103,29 @@ class Launcher(Protocol):
         """
 
 
-@functools.cache
-def launcher_named(name: str) -> Launcher:
-    """Return the launcher that a spec or a record names.
+def launcher_named(name: str, environ: Mapping[str, str]) -> Launcher:
+    """Return the launcher that a spec or a record names, for a command with the environment `environ`.
 
     Raises: KeyError: no launcher has this name.
     """
     if name == "local":
         from clusterddp.launchers.local.launcher import LocalLauncher
 
-        return LocalLauncher()
+        return LocalLauncher(environ)
     if name == "slurm":
         from clusterddp.launchers.slurm.launcher import SlurmLauncher
 
-        return SlurmLauncher()
+        return SlurmLauncher(environ)
     if name == "ssh":
         from clusterddp.launchers.ssh.launcher import SshLauncher
 
-        return SshLauncher()
+        return SshLauncher(environ)
     if name == "join":
         from clusterddp.launchers.join import JoinLauncher
 
-        return JoinLauncher()
+        return JoinLauncher(environ)
     if name == FOREIGN:
         from clusterddp.launchers.external import ExternalLauncher
 
-        return ExternalLauncher()
+        return ExternalLauncher(environ)
     raise KeyError(name)

@@ -61,7 +61,9 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> R
         return final_view(newest, end)
     if newest and record.queued:
         return _queued(run, newest)
-    view = launcher_named(record.launcher).read_state(run, record, newest, end, slurm or _slurm_here())
+    view = launcher_named(record.launcher, inherited_environment()).read_state(
+        run, record, newest, end, slurm or _slurm_here()
+    )
     return view or _read_state(run, read_run(run), slurm)
 
 

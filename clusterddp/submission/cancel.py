@@ -19,7 +19,7 @@ from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
-from clusterddp.submission.submit import CANCELLED_IN_QUEUE, clear_away, record_end, wait
+from clusterddp.submission.submit import CANCELLED_IN_QUEUE, record_end, wait
 from clusterddp.system.files import is_file, write_json
 from clusterddp.system.gpu_lease import user_name
 
@@ -52,10 +52,10 @@ def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float, repor
     view = read_state(run)
     record = read_run(run)
     if view.state is RunState.LOST:
-        num_strays = clear_away(run, record, inherited_environment())
+        launcher = launcher_named(record.launcher, inherited_environment())
+        num_strays = launcher.clear_away(run, record)
         if num_strays:
-            things = launcher_named(record.launcher).things
-            return f"was lost; ended {num_strays} leftover {things}"
+            return f"was lost; ended {num_strays} leftover {launcher.things}"
     if view.finished:
         return f"has already ended: {view.state.value} ({view.reason})"
     waits = view.job is not None and view.job.phase is Phase.WAITING
@@ -69,15 +69,14 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
 
     Raises: ClusterddpError: it did not end, or ended without a checkpoint.
     """
-    environ = inherited_environment()
-    launcher = launcher_named(record.launcher)
+    launcher = launcher_named(record.launcher, inherited_environment())
     gang = read_gang(run)
     grace_s = gang.stop_grace_s
     request_stop(run.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
-    launcher.request_stop(run, record, environ, sync)
+    launcher.request_stop(run, record, sync)
     with _detaching(f"{run.name} was asked to stop, and does so without this command"):
-        slurm = launcher.observer(environ)
+        slurm = launcher.observer()
         view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
         if not view.finished:
             asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
@@ -116,18 +115,17 @@ def _spell_not_asking(run: str, grace_s: float) -> str:
 
 
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
-    environ = inherited_environment()
-    launcher = launcher_named(record.launcher)
+    launcher = launcher_named(record.launcher, inherited_environment())
     deadline = time.monotonic() + timeout_s
     asked = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
     if asked:
         log_event(run, "cancel_requested")
-    will_answer = launcher.request_end(run, record, environ, sync)
+    will_answer = launcher.request_end(run, record, sync)
     with _detaching(f"{run.name} was asked to end, and does so without this command"):
-        slurm = launcher.observer(environ)
+        slurm = launcher.observer()
         view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
     # No supervisor answers: the launcher ends the run.
-    if final_end(run) is None and launcher.end_by_force(run, record, environ, deadline - time.monotonic()):
+    if final_end(run) is None and launcher.end_by_force(run, record, deadline - time.monotonic()):
         record_end(run, cancelled(launcher.killed))
         view = read_state(run, slurm)
     if not view.finished:

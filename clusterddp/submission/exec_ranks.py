@@ -55,8 +55,8 @@ class RunningRanks:
         return self.exec_on_node(commands[0], environ)
 
     def exec_on_node(self, command: ExecCommand, environ: Mapping[str, str]) -> int:
-        launcher = launcher_named(self.record.launcher)
-        return launcher.exec_command(self.run, self.record, self.attempt, command, environ)
+        launcher = launcher_named(self.record.launcher, environ)
+        return launcher.exec_command(self.run, self.record, self.attempt, command)
 
 
 def find_running(

@@ -37,8 +37,7 @@ def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float 
         if is_of_another_user(run.path):
             raise UsageError(f"{run.name} belongs to another user, and only that user can ask its ranks")
         attempt = run.attempt(view.attempt)
-        launcher = launcher_named(record.launcher)
-        wanted = launcher.request_stacks(run, attempt, environ, sync)
+        wanted = launcher_named(record.launcher, environ).request_stacks(run, attempt, sync)
         deadline = time.monotonic() + timeout_s
         while (report := read_report(attempt, wanted)) is None:
             if time.monotonic() >= deadline:

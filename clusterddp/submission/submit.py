@@ -64,7 +64,7 @@ def submit(plan: Plan, report: Report = no_report) -> Submitted:
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    launcher_named(plan.launcher).check(plan)
+    launcher_named(plan.launcher, environ).check(plan)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0, report)
 
@@ -97,7 +97,7 @@ def resume(
     plan = plan_again(run, environ, overrides)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    launcher_named(plan.launcher).check(plan)
+    launcher_named(plan.launcher, environ).check(plan)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
     return start_attempt(run, number, report)
@@ -136,13 +136,13 @@ def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_
     Raises: ClusterddpError: the start fails; the run's recorded end says why. GpusInUseError: GPUs are in use; with
     `may_wait` no end is recorded.
     """
-    environ = inherited_environment()
-    launcher = read_run(run).launcher
+    name = read_run(run).launcher
+    launcher = launcher_named(name, inherited_environment())
     try:
-        started = launcher_named(launcher).start(run, attempt, environ, report)
+        started = launcher.start(run, attempt, report)
     except KeyboardInterrupt:
         # A user who interrupts a submit does not want the run.
-        result = launcher_named(launcher).withdraw(run, environ)
+        result = launcher.withdraw(run)
         reason = "; ".join(filter(None, ("interrupted while it was being started", result)))
         record_end(run, cancelled(reason))
         raise KeyboardInterrupt(f"{run.name}: {reason}") from None
@@ -153,7 +153,7 @@ def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_
             raise
         give_up_start(run, error)
     return Submitted(
-        run=run.name, launcher=launcher, job_id=started.job_id, run_dir=run.path, connections=started.connections
+        run=run.name, launcher=name, job_id=started.job_id, run_dir=run.path, connections=started.connections
     )
 
 
@@ -189,7 +189,7 @@ def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> in
 
     Raises: ClusterddpError: one of them cannot be reached or ended.
     """
-    return launcher_named(record.launcher).clear_away(run, record, environ)
+    return launcher_named(record.launcher, environ).clear_away(run, record)
 
 
 def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> Plan:
@@ -203,7 +203,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str]
         from clusterddp.planning.again import plan_changed
 
         changed = plan_changed(plan, run.spec, overrides, environ)
-    renewed = move_plan(launcher_named(plan.launcher).renew(changed, environ), run.path)
+    renewed = move_plan(launcher_named(plan.launcher, environ).renew(changed), run.path)
     if overrides:
         write_text(run.spec, renewed.spec_text)
     if renewed != plan:

@@ -22,7 +22,7 @@ def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
     environ = inherited_environment()
     check_secrets(plan.base.secrets, environ)
     check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
-    SlurmLauncher().check(plan.base)
+    SlurmLauncher(environ).check(plan.base)
     while True:
         try:
             make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})

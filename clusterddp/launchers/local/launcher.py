@@ -50,10 +50,14 @@ class LocalLauncher:
     killed = "cancelled; its supervisors did not answer"
     things = "processes"
 
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """`environ`: of the calling command."""
+        self._environ = environ
+
     def check(self, plan: Plan) -> None:
         """Refuse nothing: planning has checked everything already."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Start the attempt; return when submitit has taken it over.
 
         By then the record names the job and its keeper, submitit's controller; the run ends when the controller dies.
@@ -62,10 +66,12 @@ class LocalLauncher:
         """
         token = read_run(run).token
         log = run.launcher_dir / "submit.log"
-        leases = lease_gpus(run, environ)
+        leases = lease_gpus(run, self._environ)
         try:
             with leases or contextlib.nullcontext():
-                exit_code = _hand_over(run, attempt, process_environment(cookie(token, "task"), environ), log, leases)
+                exit_code = _hand_over(
+                    run, attempt, process_environment(cookie(token, "task"), self._environ), log, leases
+                )
             job_id = read_run(run).job_id
             if exit_code != 0 or job_id is None:
                 last_line = read_tail(log).rpartition("\n")[2].strip()  # the last line of a traceback is its message
@@ -81,40 +87,38 @@ class LocalLauncher:
             end_processes(f"{token}.", timeout_s=5.0)
             raise
 
-    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+    def withdraw(self, run: RunDir) -> str:
         """Return an empty string: an interrupted `start` leaves no process."""
         return ""
 
-    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+    def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start, with the GPUs and the host name of now.
 
         Raises: PreflightError: this machine has fewer GPUs than the run had, or fewer are free.
         """
-        nodes = place_here(lambda machine: assign_gpus(plan.run, plan.gang.nodes, machine), environ)
+        nodes = place_here(lambda machine: assign_gpus(plan.run, plan.gang.nodes, machine), self._environ)
         return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
 
-    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+    def observer(self) -> Slurm | None:
         """Return None: the state follows from files and processes."""
         return None
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Do nothing: the supervisors look for the CANCEL file four times a second and record the end."""
         return True
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Do nothing: the supervisors look for the STOP file four times a second."""
 
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Ask by a file, for which the head lists the attempt's directory twice a second."""
         return request_stacks(attempt)
 
-    def exec_command(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
-    ) -> int:
+    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
         """Run it on this machine."""
-        return exec_here(run, attempt, command, environ)
+        return exec_here(run, attempt, command, self._environ)
 
-    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill a run whose supervisors hang or are stopped; False when it has no process.
 
         Raises: ClusterddpError: a process cannot be killed.
@@ -124,7 +128,7 @@ class LocalLauncher:
         _end_processes(run, record, max(1.0, timeout_s))
         return True
 
-    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Wait for the last processes of a run that has ended, then kill those that are left; return their number.
 
         Its supervisors and its task may still clean up. They kill every process with the run's cookie, so the next

@@ -57,6 +57,10 @@ class SlurmLauncher:
     killed = "cancelled; Slurm has ended its job"
     things = "jobs"
 
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """`environ`: of the calling command."""
+        self._environ = environ
+
     def check(self, plan: Plan) -> None:
         """Check that the data set is there before the job takes its GPUs: nodes often have no internet.
 
@@ -80,7 +84,7 @@ class SlurmLauncher:
             hint=hint,
         )
 
-    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+    def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next submit, with the dependencies that are left.
 
         Raises: UsageError: a run that it depends on ended with another outcome.
@@ -94,80 +98,78 @@ class SlurmLauncher:
             options["dependency"] = dependency
         return dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
 
-    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+    def observer(self) -> Slurm | None:
         """Return a `Slurm` whose answers are at most 0.5 s old."""
-        return Slurm(environ, max_age_s=0.5)
+        return Slurm(self._environ, max_age_s=0.5)
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Have Slurm cancel the run's job; True when the job may be running and will record the end itself.
 
         Raises: SlurmError: Slurm refuses.
         """
         try:
-            job = find_job(run, record, environ)
+            job = find_job(run, record, self._environ)
             if job is None or is_over(job):
                 return False
-            cancel_job(record.name, record, job, environ)
+            cancel_job(record.name, record, job, self._environ)
         except SlurmError as error:
             if not error.transient:
                 raise
             return True  # the supervisors see the CANCEL file without the controller
         return job.phase is not Phase.WAITING
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Signal the job's batch process: over a slow file system it may see the STOP file late.
 
         Raises: SlurmError: Slurm could not be asked.
         """
-        job = find_job(run, record, environ)
+        job = find_job(run, record, self._environ)
         if job is not None and not is_over(job):
-            signal_batch(record.name, record, job, environ)
+            signal_batch(record.name, record, job, self._environ)
 
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Ask by a file, for which the head lists the attempt's directory twice a second."""
         return request_stacks(attempt)
 
-    def exec_command(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
-    ) -> int:
+    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
         """Run it in a step of the run's job; see `exec_in_job`."""
-        return exec_in_job(run, record, attempt, command, environ)
+        return exec_in_job(run, record, attempt, command, self._environ)
 
-    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.
 
         Raises: SlurmError: Slurm could not be asked.
         """
-        if not is_over(wait_for_end(run, record, environ, timeout_s)):
+        if not is_over(wait_for_end(run, record, self._environ, timeout_s)):
             return False
         drop_secrets(run)
         return True
 
-    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Cancel a leftover job of a run that has ended; return the number of cancelled jobs.
 
         Raises: SlurmError: Slurm could not be asked. ClusterddpError: the job does not end.
         """
-        job = find_job(run, record, environ)
+        job = find_job(run, record, self._environ)
         if job is None or is_over(job):
             return 0
         # The job may still clean up.
-        job = wait_for_end(run, record, environ, 5.0)
+        job = wait_for_end(run, record, self._environ, 5.0)
         if job is None or is_over(job):
             return 0
-        cancel_job(record.name, record, job, environ)
-        job = wait_for_end(run, record, environ, _END_TIMEOUT_S)
+        cancel_job(record.name, record, job, self._environ)
+        job = wait_for_end(run, record, self._environ, _END_TIMEOUT_S)
         if job is not None and not is_over(job):
             raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
         return 1
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Submit the job that starts with this attempt; see `submit_attempt`."""
-        return submit_attempt(run, attempt, environ)
+        return submit_attempt(run, attempt, self._environ)
 
-    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+    def withdraw(self, run: RunDir) -> str:
         """Cancel a job whose submit was interrupted; see `withdraw_job`."""
-        return withdraw_job(run, environ)
+        return withdraw_job(run, self._environ)
 
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm

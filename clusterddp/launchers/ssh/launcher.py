@@ -55,20 +55,24 @@ class SshLauncher:
     killed = "cancelled; its supervisors did not answer"
     things = "processes"
 
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        """`environ`: of the calling command."""
+        self._environ = environ
+
     def check(self, plan: Plan) -> None:
         """Refuse nothing: `start` runs the preflight on the hosts."""
 
-    def start(self, run: RunDir, attempt: int, environ: Mapping[str, str], report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Start the attempt on its hosts; the job id is the head's pid and host. `report` receives progress messages.
 
         Raises: SshError, PreflightError, ClusterddpError: the attempt could not start. Hosts that answer have no
         process of it left; on a host that does not answer, its processes exit when our connection ends.
         """
         plan = read_plan(run)
-        sessions = open_host_sessions(plan, environ)
+        sessions = open_host_sessions(plan, self._environ)
         try:
             with Heartbeats(sessions):
-                job_id = _start(run, attempt, sessions, environ, report)
+                job_id = _start(run, attempt, sessions, self._environ, report)
             if plan.ssh is not None and plan.ssh.attached:
                 return Started(job_id, connections=Heartbeats(sessions))
             sessions.ask_all("run.release", {"token": plan.token})
@@ -80,63 +84,61 @@ class SshLauncher:
         sessions.close()
         return Started(job_id)
 
-    def withdraw(self, run: RunDir, environ: Mapping[str, str]) -> str:
+    def withdraw(self, run: RunDir) -> str:
         """Return an empty string: an interrupted `start` leaves no process."""
         return ""
 
-    def renew(self, plan: Plan, environ: Mapping[str, str]) -> Plan:
+    def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start, which chooses interfaces, addresses and GPUs again."""
         nodes = tuple(
             dataclasses.replace(node, gpus=(), interface=None, address=None, why="") for node in plan.gang.nodes
         )
         return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes, master_addr=""))
 
-    def observer(self, environ: Mapping[str, str]) -> Slurm | None:
+    def observer(self) -> Slurm | None:
         """Return None: the state comes from the hosts."""
         return None
 
-    def request_end(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> bool:
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Ask the supervisors on all hosts that answer to end the run at once; True when a host has the run.
 
         Raises: SshError: no host can be reached.
         """
-        return _ask(run, "cancel", environ, sync)
+        return _ask(run, "cancel", self._environ, sync)
 
-    def request_stop(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], sync: Synchroniser) -> None:
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Ask the run, on all hosts that answer, to checkpoint and end.
 
         Raises: SshError: no host can be reached.
         """
-        _ask(run, "stop", environ, sync)
+        _ask(run, "stop", self._environ, sync)
 
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, environ: Mapping[str, str], sync: Synchroniser) -> str:
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Ask the head by the agent of its host.
 
         Raises: SshError: no host can be reached.
         """
         wanted = new_report_id()
-        _ask(run, "stacks", environ, sync, reason=wanted)
+        _ask(run, "stacks", self._environ, sync, reason=wanted)
         return wanted
 
-    def exec_command(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand, environ: Mapping[str, str]
-    ) -> int:
+    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
         """Run it on the host of the ranks; see `exec_on_host`."""
-        return exec_on_host(read_plan(run), attempt, command, environ)
+        return exec_on_host(read_plan(run), attempt, command, self._environ)
 
-    def end_by_force(self, run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> bool:
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill the run's processes on the hosts that answer; False when there are none.
 
         Raises: SshError: no host can be reached. ClusterddpError: a process cannot be killed.
         """
-        return _end(run, environ, patience_s=0.0, all_needed=False) > 0
+        return _end(run, self._environ, patience_s=0.0, all_needed=False) > 0
 
-    def clear_away(self, run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Kill leftover processes of a run that has ended, on all hosts; return their number.
 
         Raises: SshError: a host cannot be reached. ClusterddpError: a process cannot be killed.
         """
-        return _end(run, environ, patience_s=_END_PATIENCE_S, all_needed=True)
+        return _end(run, self._environ, patience_s=_END_PATIENCE_S, all_needed=True)
 
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm

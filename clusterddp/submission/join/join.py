@@ -90,7 +90,7 @@ def join(
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     earlier = _find_earlier(runs_dir, resume) if resume else None
     if earlier:  # its leftover processes may hold the GPUs
-        JoinLauncher().clear_away(earlier, read_run(earlier), environ)
+        JoinLauncher(environ).clear_away(earlier, read_run(earlier))
         plan = _under_its_name(plan, earlier)
     rank = _own_rank(hosts_of(plan), node_rank)
     plan, lease = lease_own_gpus(plan, resolved, rank, environ)

@@ -60,7 +60,7 @@ def test_the_command_that_is_named_is_one_that_can_be_typed(tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     planned = plan(tmp_path, f"{{dataset: cifar10, data_dir: {tmp_path}/empty}}")
     with pytest.raises(PreflightError) as refused:
-        SlurmLauncher().check(planned)
+        SlurmLauncher({}).check(planned)
     command = str(refused.value.hint).partition("  #")[0].replace("/empty", "/sets")
     done = subprocess.run(["sh", "-c", command], cwd="/", env={}, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, f"cifar10 is in {tmp_path}/sets\n"), done.stderr
@@ -81,15 +81,15 @@ def test_the_place_that_is_taken_without_data_dir_is_looked_at(tmp_path: Path, m
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     planned = plan(tmp_path, "{dataset: cifar10}")
     with pytest.raises(PreflightError):
-        SlurmLauncher().check(planned)
+        SlurmLauncher({}).check(planned)
     write_cifar10(Path(planned.spec["train"]["data_dir"]))
-    SlurmLauncher().check(planned)
+    SlurmLauncher({}).check(planned)
 
 
 def test_for_a_set_that_is_not_downloaded_its_directory_is_asked_for(tmp_path: Path) -> None:
     (tmp_path / "sets").mkdir()
     with pytest.raises(PreflightError) as refused:
-        SlurmLauncher().check(
+        SlurmLauncher({}).check(
             plan(tmp_path, f"{{dataset: imagenet, data_dir: {tmp_path}/sets, image_size: 64, model: resnet18}}")
         )
     assert "train.data_dir names the directory that has it" in str(refused.value.hint)
@@ -110,7 +110,7 @@ def test_what_cannot_be_known_from_here_is_not_refused(tmp_path: Path, train: st
     (tmp_path / "sets").mkdir()
     here = str(tmp_path / "sets")
     spec = GPUS if more != "device: cpu" else "name: a\nlauncher: slurm\n"
-    SlurmLauncher().check(
+    SlurmLauncher({}).check(
         plan_text(f"{spec}train: {train}\n{more}\n".replace("HERE", here), tmp_path, environ={"PATH": "/usr/bin"})
     )
 

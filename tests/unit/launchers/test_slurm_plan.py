@@ -388,7 +388,7 @@ def test_a_run_that_is_resumed_waits_for_what_has_not_ended_yet(tmp_path: Path) 
     first, second = submitted(tmp_path, "41"), submitted(tmp_path, "42")
     planned = plan(tmp_path, f"after: [{first}, {second}]")
     end_run(RunDir(tmp_path / "runs" / first), AttemptEnd(outcome="COMPLETED", reason="done"))
-    assert SlurmLauncher().renew(planned, {}).slurm.sbatch_options["dependency"] == "afterok:42"  # type: ignore[union-attr]
+    assert SlurmLauncher({}).renew(planned).slurm.sbatch_options["dependency"] == "afterok:42"  # type: ignore[union-attr]
 
 
 def test_a_runs_directory_on_a_disk_gets_a_note(tmp_path: Path) -> None:
