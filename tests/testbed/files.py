@@ -112,7 +112,7 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         "task_plugin": "task/cgroup,task/affinity" if plan.confine else "task/none",
         "more": more_settings(plan, directory),
         "accounting": ACCOUNTING if plan.accounting else "",
-        "nodes": "\n".join(f"NodeName={node} NodeAddr={plan.address(node)}" for node in plan.nodes),
+        "nodes": "\n".join(node_line(plan, node) for node in plan.nodes),
     }
     template = string.Template((HERE / "slurm.conf").read_text())
     limits = cgroup_conf(plan) if plan.confine else ""
@@ -127,8 +127,18 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         # Else the numbers of /dev/null: opening it does no harm.
         number = os.makedev(NVIDIA_MAJOR, index) if plan.confine else os.makedev(1, 3)
         os.mknod(device, 0o666 | stat.S_IFCHR, number)
-    lines = [f"Name=gpu File={device}\n" for device in devices]
+    lines = [
+        f"NodeName={node} Name=gpu File={device}\n"
+        for node in plan.nodes
+        for device in devices[: plan.gpus_of.get(node)]
+    ]
     (directory / "etc/slurm/gres.conf").write_text("AutoDetect=off\n" + "".join(lines))
+
+
+def node_line(plan: RackPlan, node: str) -> str:
+    """Return the line of slurm.conf for a node."""
+    own = f" Gres=gpu:{plan.gpus_of[node]}" if node in plan.gpus_of else ""
+    return f"NodeName={node} NodeAddr={plan.address(node)}{own}"
 
 
 def cgroup_plugin() -> str:

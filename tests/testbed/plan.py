@@ -26,6 +26,8 @@ class RackPlan:
     cores_per_host: int = 32
     memory_mb: int = 256_000
     gpus_per_host: int = 8
+    gpus_of: Mapping[str, int] = field(default_factory=dict)
+    """Nodes that have another number of GPUs -> that number."""
     debian_hosts: bool = True
     """/etc/hosts of each host gives its own name 127.0.1.1, as Debian's installer does."""
     job_requeue: bool = True

@@ -29,7 +29,7 @@ SPEC = """\
 name: confined
 launcher: slurm
 network: {{backend: gloo}}
-resources: {{nodes: 2, gpus_per_node: {ranks}, cpus_per_task: 1, memory_gb: {memory_gb}, time: "0:10:00"}}
+resources: {{nodes: {nodes}, gpus_per_node: {ranks}, cpus_per_task: 1, memory_gb: {memory_gb}, time: "0:10:00"}}
 slurm: {{partition: low{more}}}
 snapshot: false
 entry: {{script: look.py, args: [{word}]}}
@@ -76,25 +76,33 @@ def demand_confinement() -> None:
 
 @pytest.fixture(scope="module")
 def confined(needs_rack_accounting: None) -> Iterator[Rack]:
-    """Two nodes with the cores of this machine each, 8 GPUs, and limits that the accounting enforces."""
+    """Three nodes with the cores of this machine each, 8 GPUs or one, and limits that the accounting enforces."""
     demand_confinement()
-    plan = RackPlan(nodes=["node1", "node2"], confine=True, accounting=True, cores_per_host=2, memory_mb=4000)
+    nodes = ["node1", "node2", "node3"]
+    plan = RackPlan(nodes=nodes, gpus_of={"node3": 1}, confine=True, accounting=True, cores_per_host=2, memory_mb=4000)
     with running_rack(plan) as rack:
         for what in (["account", "lab"], ["user", USER, "account=lab"]):
             rack.run(HEAD, ["sacctmgr", "-i", "add", *what])
         yield rack
 
 
-def start(rack: Rack, name: str, *, ranks: int = 2, more: str = "") -> tuple[SlurmPerson, RunDir]:
-    """Start a run of two nodes whose ranks say what they see, and wait until all have."""
+def at(rack: Rack, name: str) -> SlurmPerson:
     place = SlurmPerson.at(rack, name)
     (place.path / "look.py").write_text(LOOK)
-    text = (
-        SPEC.format(ranks=ranks, memory_gb=ranks / 4, word=place.path / "word", more=more)
-        + f"env: {{RACK_DEV: {rack.dir}/dev}}\n"
-    )
-    run = place.submit(text)
-    place.await_status(run, lambda _: len(seen(run, 2 * ranks)) == 2 * ranks)
+    return place
+
+
+def spec(place: SlurmPerson, *, ranks: int, nodes: int = 2, more: str = "") -> str:
+    """Write a run whose ranks, so many a node, print what they see and wait for a word."""
+    text = SPEC.format(nodes=nodes, ranks=ranks, memory_gb=ranks / 4, word=place.path / "word", more=more)
+    return text + f"env: {{RACK_DEV: {place.rack.dir}/dev}}\n"
+
+
+def start(rack: Rack, name: str, *, ranks: int = 2, nodes: int = 2, more: str = "") -> tuple[SlurmPerson, RunDir]:
+    """Start such a run, and wait until all ranks have printed what they see."""
+    place = at(rack, name)
+    run = place.submit(spec(place, ranks=ranks, nodes=nodes, more=more))
+    place.await_status(run, lambda _: len(seen(run, nodes * ranks)) == nodes * ranks)
     return place, run
 
 
@@ -180,14 +188,42 @@ def test_a_submit_beyond_the_limit_of_the_user_is_refused_in_slurm_s_words(confi
     assert end(place, run) == {}
 
 
+def test_a_run_beyond_what_its_association_may_use_waits_and_says_so(confined):
+    limit = ["sacctmgr", "-i", "modify", "user", "root", "set"]
+    confined.run(HEAD, [*limit, "GrpTRES=cpu=3"])
+    try:
+        place, run = start(confined, "first of two", ranks=1)
+        later = at(confined, "second of two")
+        waiting = later.submit(spec(later, ranks=1))
+        status = later.await_status(waiting, lambda status: "limit of the account" in str(status["reason"]))
+        assert status["state"] == "PENDING"
+        later.clusterddp("cancel", waiting.name)
+        say(place, "end")
+        assert end(place, run) == {}
+    finally:
+        confined.run(HEAD, [*limit, "GrpTRES=cpu=-1"])
+
+
+def test_nodes_that_differ_take_the_runs_that_fit(confined):
+    place, run = start(confined, "differ", ranks=1, nodes=3)
+    looks = seen(run, 3)
+    assert [look["rank"] for look in looks] == [[rank, 0, 3, 1, rank] for rank in range(3)]
+    assert [look["gpus"] for look in looks] == [[True] + [False] * 7] * 3
+    say(place, "end")
+    assert end(place, run) == {}
+    (place.path / "job.yaml").write_text(spec(place, ranks=2, nodes=3))
+    done = place.clusterddp("submit", "job.yaml", check=False)
+    assert done.returncode == 3
+    assert "Requested node configuration is not available" in done.stderr
+    assert "hint: " in done.stderr
+
+
 def test_a_reservation_holds_nodes_for_the_run_that_names_it(confined):
-    hold = "reservationname=ours starttime=now duration=60 users=root nodes=node1,node2"
+    hold = "reservationname=ours starttime=now duration=60 users=root nodes=node1,node2,node3"
     confined.run(HEAD, ["scontrol", "create", "reservation", *hold.split()])
     try:
-        outside = SlurmPerson.at(confined, "outside")
-        (outside.path / "look.py").write_text(LOOK)
-        text = SPEC.format(ranks=1, memory_gb=0.25, word="word", more="")
-        waiting = outside.submit(text)
+        outside = at(confined, "outside")
+        waiting = outside.submit(spec(outside, ranks=1))
         status = outside.await_status(waiting, lambda status: "reserved" in str(status["reason"]))
         assert status["state"] == "PENDING"
         place, run = start(confined, "inside", ranks=1, more=", reservation: ours")

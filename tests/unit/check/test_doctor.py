@@ -52,10 +52,13 @@ def result_of(checks: list[Check], name: str, host: str) -> Result:
 
 
 def doctor(directory: Path, *arguments: str, **environ: str) -> subprocess.CompletedProcess[str]:
+    """Run the doctor where no torch is, whose import would take seconds."""
+    (directory / "bare").mkdir()
+    (directory / "bare/torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\")\n")
     return subprocess.run(
         [sys.executable, "-m", "clusterddp", "doctor", *arguments],
         cwd=directory,
-        env={**os.environ, "PYTHONPATH": str(ROOT), **environ},
+        env={**os.environ, "PYTHONPATH": f"{directory}/bare:{ROOT}", **environ},
         capture_output=True,
         text=True,
         timeout=100,
