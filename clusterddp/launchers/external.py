@@ -39,7 +39,6 @@ class ExternalLauncher:
     things = "processes"
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """`environ`: of the calling command."""
         self._environ = environ
 
     def check(self, plan: Plan) -> None:

@@ -58,7 +58,6 @@ class SlurmLauncher:
     things = "jobs"
 
     def __init__(self, environ: Mapping[str, str]) -> None:
-        """`environ`: of the calling command."""
         self._environ = environ
 
     def check(self, plan: Plan) -> None:
