@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from clusterddp.run.directory import RunDir
@@ -111,14 +112,14 @@ def await_attempt(run: RunDir, number: int, within_s: float = 40) -> None:
     wait_until(run.attempt(number).path.exists, within_s)
 
 
-def await_final_end(run: RunDir, within_s: float = 60) -> AttemptEnd:
-    """Wait until the run has ended; return how, and print it for a test that fails."""
+def await_final_end(run: RunDir, within_s: float = 60, *, what: Callable[[], object] = str) -> AttemptEnd:
+    """Wait until the run has ended; return how, and print it, or `what`, for a test that fails."""
 
     def look() -> AttemptEnd | None:
         end = read_end(run.attempts()[-1])
         return end if end is not None and not end.will_restart else None
 
-    end = wait_until(look, within_s)
+    end = wait_until(look, within_s, what=what)
     assert isinstance(end, AttemptEnd)
     print(end)
     return end

@@ -19,7 +19,8 @@ def test_the_batch_host_s_loss_begins_the_next_attempt_on_other_hosts():
         run, job = start(rack, "host-loss", HANG_THEN_COMPLETE)
         await_up(run)
         rack.power_off("node1")
-        assert await_final_end(run, 90).outcome == "COMPLETED"
+        end = await_final_end(run, 90, what=(rack.dir / "log/slurmctld").read_text)
+        assert end.outcome == "COMPLETED"
         assert claims(run) == [(job, 0), (job, 1)]
         assert read_end(run.attempt(0)).root_cause.host == "node1"
 
