@@ -169,7 +169,7 @@ def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
 
 
 def _find_sweep_of_spec(runs_dir: Path, name: str) -> SweepDir | None:
-    """Find the sweep to which all runs belong that `name:` of a spec may mean."""
+    """Find the sweep by the `name:` of its spec; None where a run may be meant."""
     runs = list_runs(runs_dir)
     if any(run.name.startswith(name) for run in runs):
         return None
