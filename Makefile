@@ -8,7 +8,7 @@ CASES ?= 200000
 RELEASE ?=
 PART ?= tests/unit tests/process
 
-.PHONY: help demo test test-slurm check unit coverage fuzz gpu-check docs rack wheel clean
+.PHONY: help demo test test-slurm check style types unit coverage fuzz gpu-check docs rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
@@ -28,7 +28,7 @@ help:
 demo: $(VENV)/.train
 	$(BIN)/clusterddp demo
 
-test: check
+test: style
 	tests/testbed/install
 	tests/run_all $(BIN)/pytest
 
@@ -47,9 +47,13 @@ fuzz: $(VENV)/.dev
 gpu-check: $(VENV)/.dev
 	$(BIN)/python benchmarks/gpu_check.py $(if $(DATA),--data-dir $(DATA))
 
-check: $(VENV)/.dev
+check: style types
+
+style: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+types: $(VENV)/.dev
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

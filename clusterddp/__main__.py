@@ -3,9 +3,9 @@
 import sys
 
 try:
-    from clusterddp.cli.main import main
+    from clusterddp.cli.main import start
 except KeyboardInterrupt:  # Ctrl-C before the command has begun
     sys.exit(130)
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(start())

@@ -28,6 +28,7 @@ from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import parse_end
+from clusterddp.run.preload import find_preload
 from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import is_outage
@@ -195,8 +196,10 @@ class LocalRanks:
             self._usage.begin_attempt()
             make_attempt_dirs(directory)
             cores = choose_cores(node, self._gang.env)
+            preload = find_preload(self._gang.entry)
             launches = {
-                rank: plan_launch(self._run, network.gang, rank, order, cores=cores.get(rank)) for rank in node.ranks
+                rank: plan_launch(self._run, network.gang, rank, order, cores=cores.get(rank), preload=preload)
+                for rank in node.ranks
             }
             # All ranks first, because they wait for each other; the records, which wait for the disk, afterwards.
             self._starter.start(launches)

@@ -10,20 +10,20 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.log import log_line
-from clusterddp.node.preload import NotForkableError, find_preloadable
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
-from clusterddp.ranks.environment import CORES, SUPERVISOR_PID, USERS, Variable, inherited_environment
+from clusterddp.ranks.environment import CORES, PRELOAD, SUPERVISOR_PID, USERS, Variable, inherited_environment
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Entry, Gang, Node
+from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import signal_name
+from clusterddp.run.preload import Preload
 from clusterddp.system.gpu_cores import cores_for_ranks
 
 
@@ -35,6 +35,7 @@ class Launch:
     variables: Mapping[str, Variable]
     stdout: Path
     stderr: Path
+    preload: Preload
     listener: int | None = None
     """The socket at the master port, for rank 0."""
     agent_port: int | None = None
@@ -104,9 +105,10 @@ class Children:
 
     owns_descendants = True
 
-    def __init__(self, environment: Mapping[str, str], supervisor_pid: int, entry: Entry) -> None:
+    def __init__(self, environment: Mapping[str, str], supervisor_pid: int, *, ours: bool) -> None:
+        """`ours`: the entry is clusterddp's own."""
         self._environment = dict(environment) | {SUPERVISOR_PID: str(supervisor_pid)}
-        self._entry = entry
+        self._ours = ours
         self._ranks: dict[int, int] = {}
         """Of ranks that were not reaped yet, by pid."""
         self._updates: list[Update] = []
@@ -115,12 +117,11 @@ class Children:
 
     def start(self, launches: Mapping[int, Launch]) -> None:
         self._facts = {}
-        try:
-            modules = find_preloadable(self._entry, len(launches))
-            ours = self._entry.target.startswith("clusterddp.")
-            self._server = _ForkServer(launches, self._environment, modules, ours=ours)
-        except NotForkableError as reason:
-            self._start_apart(launches, str(reason))
+        why_not = _why_not_forked(launches)
+        if why_not:
+            self._start_apart(launches, why_not)
+        else:
+            self._server = _ForkServer(launches, self._environment, ours=self._ours)
 
     def facts(self) -> dict[str, Any]:
         return self._facts
@@ -183,12 +184,19 @@ class Children:
             self._updates.append(Started(rank, pid))
 
 
+def _why_not_forked(launches: Mapping[int, Launch]) -> str:
+    """Return why the ranks have to be started one by one; empty: they may be forked."""
+    if sys.platform != "linux":
+        return "ranks are forked on Linux only"
+    if len(launches) < 2:
+        return "the node has one rank"
+    return next(iter(launches.values())).preload.why_not
+
+
 class _ForkServer:
     """The supervisor's side of a fork server."""
 
-    def __init__(
-        self, launches: Mapping[int, Launch], environment: Mapping[str, str], modules: Sequence[str], *, ours: bool
-    ) -> None:
+    def __init__(self, launches: Mapping[int, Launch], environment: Mapping[str, str], *, ours: bool) -> None:
         """Start it; its environment has what all ranks have in common, as /proc shows it for each of them.
 
         Raises: OSError: it cannot be started.
@@ -197,8 +205,9 @@ class _ForkServer:
         values = {rank: launch.values() for rank, launch in launches.items()}
         listener = next((launch.listener for launch in launches.values() if launch.listener is not None), None)
         common = dict(set.intersection(*(set(each.items()) for each in values.values())))
+        first = next(iter(launches.values()))
         order = {
-            "modules": modules,
+            "modules": common.pop(PRELOAD).split(","),
             "ours": ours,
             "listener": listener,
             "ranks": {
@@ -210,9 +219,8 @@ class _ForkServer:
                 for rank, launch in launches.items()
             },
         }
-        run_dir = next(iter(launches.values())).run_dir
         self.pid, self._link = start_fork_server(
-            run_dir, environment={**environment, **common}, log=sys.stderr.fileno(), listener=listener
+            first.run_dir, environment={**environment, **common}, log=sys.stderr.fileno(), listener=listener
         )
         with contextlib.suppress(OSError):  # it has ended, and its exit is handled
             self._link.sendall(json.dumps(order).encode() + b"\n")
@@ -260,7 +268,9 @@ def choose_cores(node: Node, environ: Mapping[str, str]) -> dict[int, str]:
     return cores
 
 
-def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, cores: str | None) -> Launch:
+def plan_launch(
+    run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, cores: str | None, preload: Preload
+) -> Launch:
     """Plan the start of a rank for the head's order to start an attempt; `cores`: the rank is bound to these."""
     attempt, master_port = run.attempt(int(order["attempt"])), int(order["master_port"])
     variables = gang.variables_of(
@@ -272,9 +282,10 @@ def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *,
         variables = variables | {CORES: Variable(cores, "near the rank's GPU")}
     return Launch(
         run_dir=run.path,
-        variables=variables,
+        variables=variables | preload.variables(),
         stdout=attempt.stdout(rank),
         stderr=attempt.stderr(rank),
+        preload=preload,
         listener=order.get("listener") if rank == 0 else None,
         agent_port=order.get("agent_port"),
         agents_listener=order.get("agents_listener"),

@@ -136,7 +136,8 @@ class Supervisor:
         """Return what starts the ranks in this process; None: Slurm's tasks start them."""
         if self._order.gang.start == "torchrun":
             return Torchrun(self._order, environment, self._selector, self._tasks, self._clock)
-        return Children(environment, os.getpid(), self._order.gang.entry) if self._tasks is None else None
+        ours = self._order.gang.entry.target.startswith("clusterddp.")
+        return Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
 
     def _make_failover(self, environment: dict[str, str]) -> HeadFailover | LossRecorder | None:
         """Return what acts when the head is lost; None: this is the head, or on the head's host."""

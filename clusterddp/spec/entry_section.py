@@ -143,7 +143,8 @@ class EntrySpec(Section):
     fork: fields.Switch = Field(
         default=True,
         description="A node's ranks are forked from one process that has imported torch and numpy for all of them, "
-        "where a supervisor starts several ranks of a Python program; false: each rank is a Python of its own.",
+        "where a supervisor starts several ranks of a Python program; false: each rank is a Python of its own, "
+        "which imports nothing before the program.",
     )
     stop_signal: Annotated[Literal["none", "TERM", "INT", "HUP", "USR1", "USR2"], Word] = Field(
         default="none",

@@ -9,7 +9,7 @@ import time
 import traceback
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,7 +21,6 @@ import torch  # noqa: E402
 import torch.distributed as dist  # noqa: E402
 from torch import Tensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
-from torch.utils._pytree import tree_leaves, tree_map  # noqa: E402
 from torch.utils.weak import WeakTensorKeyDictionary  # noqa: E402
 
 _NO_KERNEL = {"_unsafe_view", "_reshape_alias", "empty", "empty_like", "empty_strided", "new_empty", "lift_fresh"}
@@ -113,6 +112,29 @@ class _Everywhere(TorchDispatchMode):
         return func(*args, **kwargs)
 
 
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yield what is within tuples, lists and dicts: an operator takes no other containers.
+
+    torch.utils._pytree, which knows more kinds, takes three times as long, of everything here.
+    """
+    if isinstance(value, tuple | list):
+        for each in value:
+            yield from _leaves(each)
+    elif isinstance(value, dict):
+        yield from _leaves(tuple(value.values()))
+    else:
+        yield value
+
+
+def _map(function: Callable[[Any], Any], value: Any) -> Any:
+    """Return the value with `function` applied to what `_leaves` yields."""
+    if isinstance(value, tuple | list):
+        return type(value)(_map(function, each) for each in value)
+    if isinstance(value, dict):
+        return {name: _map(function, each) for name, each in value.items()}
+    return function(value)
+
+
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU, and count what a GPU would have had to do."""
     sims, target = _sims(args, kwargs), kwargs.get("device")
@@ -126,9 +148,9 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pin = kwargs.pop("pin_memory", None)
     if target is not None:
         kwargs["device"] = torch.device("cpu")
-    given = {id(_inner(each)): each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)}
+    given = {id(_inner(each)): each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)}
     shapes = [sim.shape for sim in sims]
-    done = func(*tree_map(_inner, args), **tree_map(_inner, kwargs))
+    done = func(*_map(_inner, args), **_map(_inner, kwargs))
     assert shapes == [sim.inner.shape for sim in sims], f"{func} changed the shape of a tensor: not emulated"
     if index is None:
         if func.overloadpacket.__name__ == "_to_copy" and sims:
@@ -144,7 +166,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
             return each
         return given[id(each)] if id(each) in given else SimTensor(each, index)
 
-    return tree_map(place, done)
+    return _map(place, done)
 
 
 def _index_of(sims: list[SimTensor], target: torch.device | None) -> int | None:
@@ -158,7 +180,7 @@ def _index_of(sims: list[SimTensor], target: torch.device | None) -> int | None:
 
 def _check_devices(func: Any, args: Any, kwargs: dict[str, Any], sims: list[SimTensor]) -> None:
     name = func.overloadpacket.__name__
-    others = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and type(each) is not SimTensor]
+    others = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor) and type(each) is not SimTensor]
     if func.namespace == "c10d":
         if others and any(group in _nccl_groups for group in _groups(args)):
             raise RuntimeError(f"No backend type associated with device type cpu: {func}")
@@ -227,7 +249,7 @@ def _note(where: Counter[str], what: str) -> None:
 
 
 def _sims(args: Any, kwargs: Any) -> list[SimTensor]:
-    return [each for each in tree_leaves((args, kwargs)) if type(each) is SimTensor]
+    return [each for each in _leaves((args, kwargs)) if type(each) is SimTensor]
 
 
 def _inner(each: Any) -> Any:

@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.node.preload import NotForkableError, find_preloadable
 from clusterddp.run.gang import Entry
+from clusterddp.run.preload import find_preload
 from tests.support.gang_runs import make_gang, parent_of, running, started
+from tests.support.single_ranks import run_rank, write_script
 from tests.support.waiting import wait_until
 
 DIFFERENT = ("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE")
@@ -168,12 +169,40 @@ def test_an_entry_may_ask_not_to_be_forked(tmp_path):
         assert start_facts(gang)["not_forked"] == "entry.fork is false"
 
 
+def test_a_rank_of_its_own_imports_first_and_leaves_what_it_imported_out_of_garbage_collections(tmp_path):
+    program = """
+import gc, numpy
+assert gc.isenabled() and gc.get_freeze_count() > 10_000, gc.get_freeze_count()
+assert "CLUSTERDDP_PRELOAD" not in os.environ
+"""
+    with running(tmp_path, program, ranks_per_node=1) as gang:
+        assert gang.await_end() == [0, 0]
+        assert start_facts(gang)["not_forked"] == "the node has one rank"
+
+
+@pytest.mark.parametrize("error", ["ImportError('no such library')", "SystemExit(4)"])
+def test_what_can_be_imported_only_once_fails_in_the_program_as_it_would_by_itself(tmp_path, error):
+    once = f"""
+import os, sys
+assert not hasattr(sys, "seen")
+sys.seen = True
+print(os.getpid(), flush=True)
+raise {error}
+"""
+    path = write_script(tmp_path, "import numpy\n")
+    env = package(tmp_path, once)
+    code, out, err = run_rank(tmp_path / "run", {"target": str(path)}, CLUSTERDDP_PRELOAD="numpy", **env)
+    assert code == (4 if "Exit" in error else 1), err
+    assert out.split() == out.split()[:1] * 2, "it stays the process that the supervisor started"
+    assert "Exit" in error or ("import numpy\n" in err and err.endswith("ImportError: no such library\n")), err
+
+
 def test_the_imports_of_an_entry_are_found_without_running_it(tmp_path):
     (tmp_path / "models").mkdir()
     (tmp_path / "models" / "__init__.py").write_text("from . import resnet\n")
     (tmp_path / "models" / "resnet.py").write_text("from torch import nn\nimport torch.nn.functional as F\n")
     entry = script(tmp_path, "import models.vit\nimport lightning\ndef f():\n    import numpy\nraise SystemExit\n")
-    assert find_preloadable(entry, 2) == ("torch", "torch.nn.functional", "torch._dynamo")
+    assert find_preload(entry).modules == ("torch", "torch.nn.functional", "torch._dynamo")
 
 
 @pytest.mark.parametrize(
@@ -191,7 +220,7 @@ def test_the_imports_of_an_entry_are_found_without_running_it(tmp_path):
 def test_what_training_imports_is_imported_for_all_where_the_code_may_train(tmp_path, text, is_imported):
     (tmp_path / "model.py").write_text("import math\nimport torch\nclass Model(torch.nn.Module): pass\n")
     (tmp_path / "schedules.py").write_text("from torch.optim.lr_scheduler import LambdaLR\n")
-    assert ("torch._dynamo" in find_preloadable(script(tmp_path, text), 2)) == is_imported
+    assert ("torch._dynamo" in find_preload(script(tmp_path, text)).modules) == is_imported
 
 
 @pytest.mark.parametrize(
@@ -208,40 +237,37 @@ def test_what_training_imports_is_imported_for_all_where_the_code_may_train(tmp_
 )
 def test_an_entry_that_may_notice_the_fork_is_not_forked(tmp_path, text, reason):
     (tmp_path / "settings.py").write_text("import os\nos.environ.update(A='b')\n")
-    with pytest.raises(NotForkableError) as error:
-        find_preloadable(script(tmp_path, text), 2)
-    assert reason in str(error.value)
+    preload = find_preload(script(tmp_path, text))
+    assert not preload.modules
+    assert reason in preload.why_not
 
 
 def test_a_function_that_changes_the_environment_after_the_imports_does_no_harm(tmp_path):
     text = "import os, torch\ndef main():\n    os.environ['A'] = '1'\nmain()\n"
-    assert "torch" in find_preloadable(script(tmp_path, text), 2)
+    assert "torch" in find_preload(script(tmp_path, text)).modules
 
 
 def test_a_package_of_the_users_that_has_the_name_of_one_that_is_preloaded_is_not_imported_for_all(tmp_path):
     (tmp_path / "torch").mkdir()
     (tmp_path / "torch" / "__init__.py").write_text("")
-    with pytest.raises(NotForkableError):
-        find_preloadable(script(tmp_path, "import torch.nn\n"), 2)
+    assert not find_preload(script(tmp_path, "import torch.nn\n")).modules
 
 
 @pytest.mark.parametrize(
-    ("change", "num_ranks", "reason"),
+    ("change", "reason"),
     [
-        ({}, 1, "the node has one rank"),
-        ({"fork": False}, 2, "entry.fork is false"),
-        ({"kind": "command"}, 2, "the entry is a command"),
+        ({"fork": False}, "entry.fork is false"),
+        ({"kind": "command"}, "the entry is a command"),
     ],
 )
-def test_some_ranks_are_never_forked(tmp_path, change, num_ranks, reason):
+def test_nothing_is_imported_before_some_entries(tmp_path, change, reason):
     entry = Entry(**({"kind": "module", "target": "clusterddp.train.main", "working_dir": str(tmp_path)} | change))
-    with pytest.raises(NotForkableError, match=reason):
-        find_preloadable(entry, num_ranks)
+    assert find_preload(entry).why_not == reason
 
 
 def test_nothing_that_is_imported_for_all_reads_what_differs_between_ranks(tmp_path):
     """Of Python code. Going through all variables, as tqdm does for names of its own, is no reading of one."""
-    modules = find_preloadable(Entry(kind="module", target="clusterddp.train.main", working_dir=str(tmp_path)), 2)
+    modules = find_preload(Entry(kind="module", target="clusterddp.train.main", working_dir=str(tmp_path))).modules
     program = f"""
 import importlib, os, sys
 read, environ = set(), type(os.environ)

@@ -1,7 +1,8 @@
-"""Finds the packages that a fork server may import for all ranks, by reading the source of their entry.
+"""Finds the packages that may be imported before the entry runs, by reading its source.
 
-No code of the user is executed. Only packages of `PRELOADABLE` are returned, which do not read a rank's variables when
-they are imported; Lightning and others read RANK.
+A fork server imports them for all ranks of a node; a rank that starts by itself imports them first, because it does so
+without garbage collection (rank.py). No code of the user is executed. Only packages of `PRELOADABLE` are returned,
+which do not read a rank's variables when they are imported; Lightning and others read RANK.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clusterddp.ranks.environment import PRELOAD, Variable
 from clusterddp.run.gang import Entry
 
 PRELOADABLE = frozenset({"clusterddp", "numpy", "torch", "torchvision"})
@@ -21,8 +23,20 @@ _MAX_FILES = 200
 _MAX_FILE_BYTES = 1_000_000
 
 
-class NotForkableError(Exception):
-    """The ranks of this entry have to be started one by one; the message is the reason."""
+@dataclass(frozen=True, slots=True)
+class Preload:
+    """The modules that may be imported before the entry runs, in order; none: `why_not` is the reason."""
+
+    modules: tuple[str, ...] = ()
+    why_not: str = ""
+
+    def variables(self) -> dict[str, Variable]:
+        """Return what makes a rank that starts by itself import them."""
+        return {PRELOAD: Variable(",".join(self.modules), "imports of the entry")} if self.modules else {}
+
+
+class _EnvironmentChangesError(Exception):
+    """The entry changes the environment before an import that may read it; the message says where."""
 
 
 @dataclass(slots=True)
@@ -35,20 +49,24 @@ class _Scan:
     """Whether the code names an optimizer or DistributedDataParallel, or imports packages that are not read."""
 
 
-def find_preloadable(entry: Entry, num_ranks: int) -> tuple[str, ...]:
-    """Return the modules of PRELOADABLE that the entry, and the modules beside it, import at their top level.
-
-    Raises: NotForkableError: there are none, or the entry changes the environment before an import that may read it, or
-    `num_ranks` ranks of this entry are not forked at all.
-    """
-    if sys.platform != "linux":
-        raise NotForkableError("ranks are forked on Linux only")
-    if num_ranks < 2:
-        raise NotForkableError("the node has one rank")
+def find_preload(entry: Entry) -> Preload:
+    """Return the modules of PRELOADABLE that the entry, and the modules beside it, import at their top level."""
     if not entry.fork:
-        raise NotForkableError("entry.fork is false")
+        return Preload(why_not="entry.fork is false")
     if entry.kind == "command":
-        raise NotForkableError("the entry is a command")
+        return Preload(why_not="the entry is a command")
+    try:
+        scan = _scan(entry)
+    except _EnvironmentChangesError as where:
+        return Preload(why_not=str(where))
+    if not scan.modules:
+        return Preload(why_not="it imports neither torch nor numpy at its top level")
+    if scan.may_train and any(_root(module) == "torch" for module in scan.modules):
+        scan.modules["torch._dynamo"] = None  # an optimizer's first step imports it, and DDP
+    return Preload(tuple(scan.modules))
+
+
+def _scan(entry: Entry) -> _Scan:
     directories = tuple(Path(path) for path in entry.import_paths)
     where = entry.target.rpartition(":")[0] if entry.kind == "function" else entry.target
     file: Path | None
@@ -63,11 +81,7 @@ def find_preloadable(entry: Entry, num_ranks: int) -> tuple[str, ...]:
     scan = _Scan(directories)
     if file is not None:
         _read_file(file, scan)
-    if not scan.modules:
-        raise NotForkableError("it imports neither torch nor numpy at its top level")
-    if scan.may_train and any(_root(module) == "torch" for module in scan.modules):
-        scan.modules["torch._dynamo"] = None  # an optimizer's first step imports it, and DDP
-    return tuple(scan.modules)
+    return scan
 
 
 def _read_file(file: Path, scan: _Scan) -> None:
@@ -99,7 +113,7 @@ def _read_file(file: Path, scan: _Scan) -> None:
                     _read_file(found, scan)
         changes = _find_environment_change(statement, at_import=not preloads)
         if changes is not None:
-            raise NotForkableError(f"{file.name}:{changes} changes os.environ, which an import may read")
+            raise _EnvironmentChangesError(f"{file.name}:{changes} changes os.environ, which an import may read")
 
 
 def _imported(statement: ast.stmt, file: Path, directories: tuple[Path, ...]) -> Iterator[str]:
