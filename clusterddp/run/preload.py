@@ -69,17 +69,19 @@ def find_preload(entry: Entry) -> Preload:
 def _scan(entry: Entry) -> _Scan:
     directories = tuple(Path(path) for path in entry.import_paths)
     where = entry.target.rpartition(":")[0] if entry.kind == "function" else entry.target
-    file: Path | None
     if entry.kind == "script" or where.endswith(".py"):
-        file = Path(where)
+        files = [Path(where)]
         directories = (*directories, Path(where).resolve().parent)
     else:
         directories = (*directories, Path(entry.working_dir))
         places = (Path(__file__).parents[2],) if _root(where) == "clusterddp" else directories
         # `python -m package` runs the package's __main__.
-        file = _find_module(f"{where}.__main__", places) or _find_module(where, places)
+        main = f"{where}.__main__"
+        files = list(_find_with_packages(main if _find_module(main, places) else where, places))
     scan = _Scan(directories)
-    if file is not None:
+    if _root(where) == "clusterddp":
+        scan.modules[where.rpartition(".")[0]] = None  # `python -m` imports the package before the module
+    for file in files:
         _read_file(file, scan)
     return scan
 

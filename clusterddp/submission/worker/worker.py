@@ -35,7 +35,16 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.find import find_run
 from clusterddp.run.gang import Gang
 from clusterddp.run.preload import find_preload
-from clusterddp.run.record import FOREIGN, ProcessIdentity, RankRecord, log_event, read_run, write_rank, write_run
+from clusterddp.run.record import (
+    FOREIGN,
+    ProcessIdentity,
+    RankRecord,
+    log_event,
+    read_gang,
+    read_run,
+    write_rank,
+    write_run,
+)
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.worker.place import (
     Decided,
@@ -118,7 +127,7 @@ class Worker:
         variables = self.variables(decided, gang, run, interface)
         attempt = run.attempt(decided.attempt)
         self._record(attempt, gang, variables, interface)
-        started_with = variables | find_preload(gang.entry).variables()
+        started_with = variables | find_preload(read_gang(run).entry).variables()
         chosen = {name: variable.value for name, variable in started_with.items()}
         return rank_command(run.path), dict(self.environ) | python_path(self.environ) | chosen
 

@@ -242,6 +242,15 @@ def test_an_entry_that_may_notice_the_fork_is_not_forked(tmp_path, text, reason)
     assert reason in preload.why_not
 
 
+def test_a_package_that_changes_the_environment_before_its_module_runs_is_found(tmp_path):
+    package = tmp_path / "project"
+    package.mkdir()
+    (package / "__init__.py").write_text("import os\nos.environ['OMP_NUM_THREADS'] = '4'\n")
+    (package / "train.py").write_text("import torch\n")
+    preload = find_preload(Entry(kind="module", target="project.train", working_dir=str(tmp_path)))
+    assert "__init__.py:2 changes os.environ" in preload.why_not
+
+
 def test_a_function_that_changes_the_environment_after_the_imports_does_no_harm(tmp_path):
     text = "import os, torch\ndef main():\n    os.environ['A'] = '1'\nmain()\n"
     assert "torch" in find_preload(script(tmp_path, text)).modules
