@@ -16,7 +16,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import gc
-import importlib
 import json
 import os
 import signal
@@ -27,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp.network.gloo import await_threads_before_destroy
+from clusterddp.node.entry import import_first
 from clusterddp.node.processes import die_with_parent, open_for_append
 from clusterddp.ranks.environment import LISTENER_FD, SUPERVISOR_PID
 
@@ -88,18 +87,12 @@ def _answer(link: socket.socket, answer: Mapping[str, Any]) -> NoReturn:
 def _import_all(modules: Sequence[str]) -> bytes:
     """Import the modules; return the output meanwhile, for each rank's standard error.
 
-    The garbage collector stays off until the fork, and never visits these objects again: a visit copies their memory.
+    The garbage collector stays off until the fork: a visit to these objects copies their memory.
     Raises: any exception of an import.
     """
-    gc.disable()
     with _captured() as read:
-        for module in modules:
-            importlib.import_module(module)
-        printed = read()
-    if "torch.distributed" in sys.modules and hasattr(sys.modules["torch.distributed"], "destroy_process_group"):
-        await_threads_before_destroy(sys.modules["torch.distributed"])
-    gc.freeze()
-    return printed
+        import_first(modules)
+        return read()
 
 
 @contextlib.contextmanager

@@ -27,7 +27,7 @@ from types import FrameType, TracebackType
 from typing import NoReturn
 
 from clusterddp.node import entry
-from clusterddp.node.entry import run_entry
+from clusterddp.node.entry import import_first, run_entry
 from clusterddp.node.stack_hook import answer_stack_requests
 
 ENDING = "ENDING"
@@ -155,22 +155,15 @@ def _keep_to_cores() -> None:
 
 
 def _import_first() -> None:
-    """Import what the entry imports first, and keep the garbage collector off these objects for good.
-
-    It would visit them again and again, during the imports, later and at the end of Python: half of the processor time
-    of a rank that imports torch and does nothing else.
-    """
+    """Import what the entry imports, without the garbage collector: see `import_first`."""
     text = os.environ.pop("CLUSTERDDP_PRELOAD", None)
     if text is None:
         return
-    gc.disable()
     try:
-        for module in text.split(","):
-            importlib.import_module(module)
+        import_first(text.split(","))
     except (Exception, SystemExit):
         # The entry's own import reports it, in a new process: torch cannot be imported twice.
         os.execv(sys.executable, sys.orig_argv)  # noqa: S606  the same process
-    gc.freeze()
     gc.enable()
 
 

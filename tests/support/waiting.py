@@ -29,7 +29,7 @@ def wait_until(
 ) -> _T:
     """Wait until `condition` gives something true, and return that; `what` is shown when it does not.
 
-    A condition that takes long, as one that starts a command does, is asked at most half of the time.
+    A condition that takes long, as one that starts a command does, is asked at most a third of the time.
 
     Raises: NotInTimeError after `patience` times `within_s`.
     """
@@ -43,4 +43,4 @@ def wait_until(
         now = time.monotonic()
         if now > deadline:
             raise NotInTimeError(f"not within {limit_s:g} s: {what() if callable(what) else what}")
-        time.sleep(max(interval_s, min(now - asked, 0.5)))
+        time.sleep(max(interval_s, min(2 * (now - asked), 1.0)))

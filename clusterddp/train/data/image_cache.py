@@ -229,6 +229,13 @@ def _write_about(directory: Path, about: dict[str, Any]) -> None:
         os.fsync(file.fileno())
     about["sha256"] = _sha256(directory / "pixels", about)
     (directory / "about.json").write_text(json.dumps(about), encoding="utf-8")
+    with contextlib.suppress(OSError):  # the next process computes the sum once more
+        _mark_of(directory).write_text(_describe_content(directory), encoding="utf-8")
+
+
+def _mark_of(directory: Path) -> Path:
+    """Name the file that says which content a process of this host has found to have its sum."""
+    return directory / f"verified-{socket.gethostname()}"
 
 
 def _sha256(pixels: Path, about: dict[str, Any]) -> str:
@@ -268,7 +275,7 @@ def _is_verified(directory: Path, sha256: str, about: dict[str, Any], lock: Path
     with contextlib.ExitStack() as stack:
         with contextlib.suppress(OSError):  # where nothing can be written, each process computes the sum
             stack.enter_context(locked(lock))
-        verified, content = directory / f"verified-{socket.gethostname()}", _describe_content(directory)
+        verified, content = _mark_of(directory), _describe_content(directory)
         with contextlib.suppress(OSError):
             if verified.read_text(encoding="utf-8") == content:
                 return True

@@ -58,7 +58,8 @@ torch.distributed.destroy_process_group()
 
 
 @pytest.mark.slow
-def test_a_model_that_outlives_its_group_does_not_hang_a_forked_rank(tmp_path):
+@pytest.mark.parametrize("nodes", [2, 4], ids=["forked", "by itself"])
+def test_a_model_that_outlives_its_group_does_not_hang_a_rank(tmp_path, nodes):
     """Its end is the group's, which joins a thread that may wait for the interpreter: all ranks hung by the third."""
     program = """
 import torch, torch.distributed
@@ -75,5 +76,5 @@ def train(number):
 for number in range(40):
     train(number)
 """
-    with running(tmp_path, program) as gang:
-        assert gang.await_end(timeout_s=120) == [0, 0]
+    with running(tmp_path, program, nodes=nodes, ranks_per_node=4 // nodes) as gang:
+        assert gang.await_end(timeout_s=120) == [0] * nodes

@@ -242,7 +242,7 @@ def test_a_guard_holds_the_leases_of_a_killed_supervisor_until_its_ranks_are_gon
     for pid in gang.pids("g1"):
         os.kill(pid, signal.SIGCONT)
     gang.await_end(after_kill=True)
-    assert busy(gpus) == {}
+    wait_until(lambda: busy(gpus) == {}, 5)
 
 
 @pytest.fixture
