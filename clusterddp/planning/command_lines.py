@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 
 
-def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
-    """Return the command that hands a local run to submitit's local executor."""
-    return (sys.executable, "-m", "clusterddp.launchers.local.submit", str(run_dir), str(attempt))
+def local_task_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
+    """Return the command that starts the task of a local run."""
+    return (sys.executable, "-m", "clusterddp.launchers.local.task", str(run_dir), str(attempt))
 
 
 def queue_command(sweep_dir: Path) -> tuple[str, ...]:

@@ -6,7 +6,7 @@ import dataclasses
 import sys
 from pathlib import Path
 
-from clusterddp.planning.command_lines import launcher_command, rank_command
+from clusterddp.planning.command_lines import local_task_command, rank_command
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan
 from clusterddp.planning.ssh.plan import SshPlan
 from clusterddp.ranks.torchrun import torchrun_arguments
@@ -80,7 +80,7 @@ def commands_started(
     if slurm:
         script = str(RunDir(run_dir).launcher_dir / SCRIPT)
         return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *started)
-    return (launcher_command(run_dir, 0), *started)
+    return (local_task_command(run_dir, 0), *started)
 
 
 def _agents(gang: Gang) -> list[tuple[str, ...]]:

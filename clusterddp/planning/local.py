@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from clusterddp.errors import PreflightError
-from clusterddp.planning.placement import Placed, Placement, Request, refuse_submitit_tags
+from clusterddp.planning.placement import Placed, Placement, Request
 from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpus
 from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, spell_busy
@@ -89,7 +89,6 @@ def place(job: JobSpec, request: Request) -> Placed:
 
     Raises: PreflightError: see `plan_placement`.
     """
-    refuse_submitit_tags(request.runs_dir)
     queued = request.queued
     placement = place_here(lambda machine: plan_placement(job, machine.idle() if queued else machine), request.environ)
     if job.resources.memory_gb:

@@ -86,7 +86,7 @@ class Placed:
 
 
 def refuse_submitit_tags(runs_dir: Path) -> None:
-    """Refuse a path in which submitit, which starts local runs and jobs on Slurm, would replace tags.
+    """Refuse a path in which submitit, which starts jobs on Slurm, would replace tags.
 
     Raises: UsageError.
     """

@@ -181,7 +181,8 @@ def train_once(group: Group, path: Path, **options: Any) -> dict[str, Any]:
 
 
 def _start_rank() -> tuple[Any, Connection]:
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.support.train_gang", "torch._dynamo"])  # one import for all ranks
     here, there = context.Pipe()
     process = context.Process(target=_serve, args=(there,), daemon=True)
     process.start()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.exec_command import ExecCommand, exec_here
 from clusterddp.launchers.local.leases import lease_gpus
-from clusterddp.planning.command_lines import launcher_command
+from clusterddp.planning.command_lines import local_task_command
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.local import assign_gpus, place_here
 from clusterddp.ranks.environment import cookie
@@ -57,20 +57,19 @@ class LocalLauncher:
         """Refuse nothing: planning has checked everything already."""
 
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
-        """Start the attempt; return when submitit has taken it over.
+        """Start the attempt; return when its task begins.
 
-        By then the record names the job and its keeper, submitit's controller; the run ends when the controller dies.
+        By then the record names the task as job and keeper; the run ends when the task dies.
         Raises: PreflightError: other runs hold GPUs that it needs. ClusterddpError: the run could not start and left no
         process.
         """
         token = read_run(run).token
-        log = run.launcher_dir / "submit.log"
+        log = run.launcher_dir / "task.log"
         leases = lease_gpus(run, self._environ)
         try:
             with leases or contextlib.nullcontext():
-                exit_code = _hand_over(
-                    run, attempt, process_environment(cookie(token, "task"), self._environ), log, leases
-                )
+                environment = process_environment(cookie(token, "task"), self._environ)
+                exit_code = _start_task(run, attempt, environment, log, leases)
             job_id = read_run(run).job_id
             if exit_code != 0 or job_id is None:
                 last_line = read_tail(log).rpartition("\n")[2].strip()  # the last line of a traceback is its message
@@ -79,7 +78,7 @@ class LocalLauncher:
         except subprocess.TimeoutExpired as error:
             end_processes(f"{token}.", timeout_s=5.0)
             raise ClusterddpError(
-                f"{run.name} could not be started: no answer from submitit within {START_TIMEOUT_S:.0f} s"
+                f"{run.name} could not be started: its task has not begun within {START_TIMEOUT_S:.0f} s"
             ) from error
         except BaseException:
             # An interrupt may arrive after any process has started; the cookie finds all of them.
@@ -156,14 +155,14 @@ def _end_processes(run: RunDir, record: RunRecord, timeout_s: float) -> None:
         raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
 
 
-def _hand_over(run: RunDir, attempt: int, environment: dict[str, str], log: Path, leases: socket.socket | None) -> int:
-    """Start the process that submits the attempt to submitit; return its exit code.
+def _start_task(run: RunDir, attempt: int, environment: dict[str, str], log: Path, leases: socket.socket | None) -> int:
+    """Start the process that forks the task; return its exit code.
 
-    submitit's controller and the task inherit its standard input, and with it the leases.
+    The task inherits its standard input, and with it the leases.
     """
     with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(
-            launcher_command(run.path, attempt),
+            local_task_command(run.path, attempt),
             stdin=leases.fileno() if leases else subprocess.DEVNULL,
             stdout=output,
             stderr=output,

@@ -1,8 +1,7 @@
 """The leases on the GPUs of a local run: the submitter takes them and passes them to the task.
 
-submitit starts the task and passes only standard input on. So the leases travel as an unread message in a socket that
-becomes the task's standard input. The socket keeps the descriptors open; when all processes that hold it exit, the
-leases end.
+They travel as an unread message in a socket that becomes the task's standard input. The socket keeps the descriptors
+open; when all processes that hold it exit, the leases end.
 """
 
 from __future__ import annotations

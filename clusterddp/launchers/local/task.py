@@ -1,13 +1,13 @@
-"""The task of a local run: starts one supervisor for each node and waits until all have exited.
+"""The task of a local run: `python -m clusterddp.launchers.local.task RUN_DIR ATTEMPT` goes on in the background.
 
-submitit runs `carry` in a process of its own, detached from the submitting process. The supervisors do the work and
-exit when the task does. The task records the end when all supervisors and guards were killed.
+It records itself as the run's job and keeper, starts one supervisor for each node and waits until all have exited. The
+supervisors do the work and exit when the task does. The task records the end when all supervisors and guards were
+killed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import signal
@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from clusterddp.errors import RunFailedError
 from clusterddp.launchers.local.leases import receive_leases
 from clusterddp.planning.environment import process_environment
 from clusterddp.ranks.environment import inherited_environment, node_cookies
@@ -28,7 +27,7 @@ from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_node, signal_name
-from clusterddp.run.record import read_gang
+from clusterddp.run.record import ProcessIdentity, log_event, read_gang, read_run, write_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
 from clusterddp.system.files import read_tail
@@ -36,7 +35,6 @@ from clusterddp.system.storage import retry_outage, set_storage_timeout
 
 _END_TIMEOUT_S = 2.5
 """How long a guard may take to record the end after all supervisors have exited: it cleans up first."""
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,15 +44,25 @@ class _Supervisor:
     log: Path
 
 
-def carry(run_dir: str, attempt: int) -> str:
-    """Run all attempts from this one to the last; return the outcome of the run.
+def main() -> None:
+    """Fork the task, record it and exit; the task begins when its record is written, and not otherwise."""
+    run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    waiting, recorded = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(recorded)
+        if os.read(waiting, 1):
+            os.close(waiting)
+            _run_attempts(run, attempt)
+        return
+    keeper = dataclasses.asdict(ProcessIdentity.of(pid))
+    write_run(run, dataclasses.replace(read_run(run), job_id=str(pid), keeper=keeper))
+    log_event(run, "submitted", attempt=attempt, job_id=str(pid))
+    os.write(recorded, b".")
 
-    Raises: RunFailedError: the run failed; submitit's record and exit code then show it too.
-    """
-    import submitit
 
-    _die_with(int(submitit.JobEnvironment().job_id))
-    run = RunDir(Path(run_dir))
+def _run_attempts(run: RunDir, attempt: int) -> None:
+    """Run all attempts from this one to the last."""
     gang = read_gang(run)
     _stop_on_signal(run)
     if final_end(run) is not None:
@@ -63,10 +71,6 @@ def carry(run_dir: str, attempt: int) -> str:
         end_run(run, cancelled("cancelled before it was started"))
     else:
         _carry(run, gang, attempt)
-    end = final_end(run)
-    if end is None or end.outcome == "FAILED":
-        raise RunFailedError(f"{run.name}: {end.reason if end else 'no end is recorded'}")
-    return end.outcome
 
 
 def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
@@ -165,7 +169,7 @@ def _explain(run: RunDir, ended: list[_Supervisor], error_text: str | None) -> A
 
 
 def _stop_on_signal(run: RunDir) -> None:
-    """Make SIGTERM and SIGUSR2 ask for a stop; submitit would ignore SIGTERM and requeue at SIGUSR2."""
+    """Make SIGTERM and SIGUSR2 ask for a stop."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         # A full disk must not raise an exception at a random place.
@@ -176,10 +180,5 @@ def _stop_on_signal(run: RunDir) -> None:
     signal.signal(signal.SIGUSR2, handle)
 
 
-def _die_with(controller: int) -> None:
-    """Have the kernel kill this process when submitit's controller ends (Linux)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # If it exited before the call, the kernel sends no signal.
-    if os.getppid() != controller:
-        sys.exit(f"submitit's controller (pid {controller}) has ended before the run began")
+if __name__ == "__main__":
+    main()
