@@ -30,7 +30,7 @@ from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git, plan_script, plan_text, read_plan
 from tests.support.waiting import wait_until
 
-NUM_SUBMITS = 20
+NUM_SUBMITS = 8
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root, to mount a small file system")
 
 
@@ -275,7 +275,7 @@ def test_a_submitter_that_is_killed_leaves_a_true_record(tmp_path: Path, moment:
     assert staged(runs_dir) == []
 
 
-def test_twenty_submits_at_once_are_twenty_runs(tmp_path: Path) -> None:
+def test_eight_submits_at_once_are_eight_runs(tmp_path: Path) -> None:
     plans = [plan_script(tmp_path, resources="{}") for _ in range(NUM_SUBMITS)]
     children = [in_child(lambda plan=plan: submit(plan)) for plan in plans]  # type: ignore[misc]
     assert [os.waitpid(pid, 0)[1] for pid in children] == [0] * NUM_SUBMITS
