@@ -20,6 +20,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # PYTHONDONTWRITEBYTECODE says; what a test starts goes by the variable.
 _WRITES_BYTECODE = not sys.dont_write_bytecode
 sys.dont_write_bytecode = False
+gc.disable()  # until all is imported
 
 LONG = (
     "sim_cuda",
@@ -61,6 +62,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def pytest_collection_finish() -> None:
     sys.dont_write_bytecode = not _WRITES_BYTECODE
     gc.freeze()  # what was imported stays: to visit it again and again takes a tenth of the unit tests' time
+    gc.enable()
 
 
 def demand_rack(*, accounting: bool) -> None:

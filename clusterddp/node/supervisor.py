@@ -26,6 +26,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import selectors
@@ -253,6 +254,7 @@ class Supervisor:
 
 def main() -> int:
     """Read the order and supervise the node; no process of the run is left afterwards."""
+    gc.freeze()  # what was imported stays until the end, and is not to be visited there
     signals = Signals()
     parent = Parent()
     order = parent.read_order()

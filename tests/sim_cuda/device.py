@@ -5,6 +5,7 @@ Import it before torch, then call `install`. README.md says what this cannot sho
 
 from __future__ import annotations
 
+import sys
 import time
 import traceback
 import types
@@ -241,9 +242,10 @@ def _on_gpu(tensor: Tensor) -> bool:
 
 def _note(where: Counter[str], what: str) -> None:
     """Count something, with the innermost line of the trainer that led to it."""
-    for frame in reversed(traceback.extract_stack()):
-        if "/clusterddp/" in frame.filename and "/tests/" not in frame.filename:
-            where[f"{what} at {frame.filename.rsplit('/clusterddp/')[-1]}:{frame.lineno}"] += 1
+    for frame, line in traceback.walk_stack(sys._getframe()):
+        file = frame.f_code.co_filename
+        if "/clusterddp/" in file and "/tests/" not in file:
+            where[f"{what} at {file.rsplit('/clusterddp/')[-1]}:{line}"] += 1
             return
     where[what] += 1
 

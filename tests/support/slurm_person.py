@@ -71,7 +71,7 @@ class SlurmPerson(Person):
             seen.update(self.status(run))
             return wanted(seen)
 
-        wait_until(look, within_s, what=lambda: seen, interval_s=0.6)  # each question starts a Python
+        wait_until(look, within_s, what=lambda: seen, interval_s=1.0)  # each question starts a Python
         return seen
 
     def queue(self) -> list[str]:

@@ -160,7 +160,7 @@ class _Round:
             status.update(self.status())
             return status["state"] == state or status["state"] in {"FAILED", "LOST", "COMPLETED", "CANCELLED"}
 
-        wait_until(ask, WITHIN_S, what=f"it is not {state}", interval_s=0.6)  # each question starts a Python
+        wait_until(ask, WITHIN_S, what=f"it is not {state}", interval_s=1.0)  # each question starts a Python
         self.facts |= {"state": status["state"], "reason": status["reason"]}
         assert status["state"] == state, f"it is {status['state']}: {status['reason']} {status.get('root_cause')}"
         return status

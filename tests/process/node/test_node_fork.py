@@ -19,6 +19,7 @@ DIFFERENT = ("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE")
 
 
 def start_facts(gang, node=0):
+    wait_until(gang.attempt().start.exists)
     return json.loads(gang.attempt().start.read_text())["nodes"][node]
 
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.directory import RunDir
-from tests.support.paths import ENTRIES, TESTS
+from tests.support.paths import TESTS
 from tests.support.person import Person
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace, ssh_place_on
@@ -154,16 +154,6 @@ def test_a_script_for_lightning_runs_as_one_group_on_every_launcher(machines: Ma
 
 def test_a_script_for_accelerate_runs_as_one_group_on_every_launcher(machines: Machines) -> None:
     check_one_group(machines.run("{script: with_accelerate.py}", copy("third_party/with_accelerate.py")))
-
-
-def test_a_script_in_the_interface_of_modelarts_runs_as_one_group_on_every_launcher(machines: Machines) -> None:
-    def prepare(place: Path) -> None:
-        shutil.copy(ENTRIES / "modelarts.py", place)
-        (place / "data/slope.json").write_text("3.0")
-
-    arguments = "--init_method {init_method} --rank {rank} --world_size {world_size} --data_url {data_dir}"
-    words = ", ".join(f'"{word}"' for word in f"{arguments} --output_dir {{output_dir}}".split())
-    check_one_group(machines.run(f"{{script: modelarts.py, data_dir: DATA, args: [{words}]}}", prepare))
 
 
 def test_imagenet_of_pytorch_examples_runs_as_one_group_on_every_launcher(machines: Machines, examples: Path) -> None:
