@@ -16,7 +16,7 @@ from tests.testbed.rack import Rack, find_obstacle, running_rack
 # A shell's background job ignores SIGINT, and so would all that tests start and end with Ctrl-C.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Each of run_all's ten workers reads all test files: until that is done they keep what they compile, whatever
+# Each of run_all's workers reads all test files: until that is done they keep what they compile, whatever
 # PYTHONDONTWRITEBYTECODE says; what a test starts goes by the variable.
 _WRITES_BYTECODE = not sys.dont_write_bytecode
 sys.dont_write_bytecode = False

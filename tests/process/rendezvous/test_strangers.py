@@ -273,7 +273,7 @@ def test_ranks_with_the_same_key_meet_and_their_programs_do_not_see_it(tmp_path:
 
 
 def test_a_rank_without_the_key_is_refused_and_rank_0_reports_its_address(tmp_path: Path) -> None:
-    place = Place(tmp_path, start_timeout="0:06").write()
+    place = Place(tmp_path, start_timeout="0:12").write()
     variables = {"WORLD_SIZE": "2", **meeting()}
     first = place.start(*worker(), RANK="0", CLUSTERDDP_JOIN_KEY="mum", **variables)
     other = place.start(*worker(), RANK="1", **variables)

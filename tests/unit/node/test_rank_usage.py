@@ -91,6 +91,7 @@ def test_a_rank_whose_python_is_stopped_is_reported_without_its_steps(rank, monk
     monkeypatch.setattr("clusterddp.node.node_usage.PATIENCE_S", 0.3)
     found: list[dict[str, object]] = []
     os.kill(rank.pid, 19)
+    os.waitpid(rank.pid, os.WUNTRACED)
     seen = look(NodeUsage(found.append, on_cpu=True), found, rank.pid)["ranks"]["3"]
     assert "step" not in seen or seen["step"] is None
     assert seen["memory"] > 64 << 20
