@@ -125,8 +125,7 @@ class Worker:
         gang = gang_of(decided, self.job, rank=self.launched.rank, working_dir=run.path)
         interface = choose_interface(self.job, decided)
         variables = self.variables(decided, gang, run, interface)
-        attempt = run.attempt(decided.attempt)
-        self._record(attempt, gang, variables, interface)
+        self._record(run.attempt(decided.attempt), gang, variables, interface)
         started_with = variables | find_preload(read_gang(run).entry).variables()
         chosen = {name: variable.value for name, variable in started_with.items()}
         return rank_command(run.path), dict(self.environ) | python_path(self.environ) | chosen
@@ -186,8 +185,7 @@ class Worker:
             raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})")
 
     def _name(self) -> str:
-        digest = hashlib.sha256(self.launched.identity.encode()).hexdigest()[:6]
-        return f"{self.job.name[:48]}-{digest}"
+        return f"{self.job.name[:48]}-{hashlib.sha256(self.launched.identity.encode()).hexdigest()[:6]}"
 
     def _choose_name(self) -> str:
         """Name a new run after its spec and its launcher's job, where the launcher names one."""
