@@ -261,6 +261,10 @@ def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
         )
     gpus = [name for name in options if name in GPU_OPTIONS and options[name]]
     if gpus and job.cpu_reason and asks_for_gpus(options):
-        yield Conflict(keys=(f"slurm.{gpus[0]}", "device"), message=f"asks for GPUs, and {job.cpu_reason}")
+        yield Conflict(
+            keys=(f"slurm.{gpus[0]}", "device"),
+            message=f"asks for GPUs, and {job.cpu_reason}",
+            hint=f"slurm.{gpus[0]}=false leaves it out",
+        )
     if options.get("dependency") and job.after:
         yield Conflict(keys=("slurm.dependency", "after"), message="after sets it, expected one of them")

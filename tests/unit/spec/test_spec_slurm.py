@@ -115,6 +115,10 @@ def test_two_places_that_say_different_things_are_refused(text: str, key: str, m
     assert (found.key, found.message[: len(message)]) == (key, message)
 
 
+def test_an_option_for_gpus_on_the_cpu_gets_a_hint_how_to_leave_it_out() -> None:
+    assert problem("device: cpu\nslurm: {gpus_per_task: 1}").hint == "slurm.gpus_per_task=false leaves it out"
+
+
 @pytest.mark.parametrize(
     ("text", "key"),
     [
