@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.log import log_line
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
-from clusterddp.ranks.environment import CORES, PRELOAD, SUPERVISOR_PID, USERS, Variable, inherited_environment
+from clusterddp.ranks.environment import CORES, SUPERVISOR_PID, USERS, Variable, inherited_environment
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
@@ -175,7 +175,7 @@ class Children:
         for rank, launch in launches.items():
             pid = start_rank(
                 launch.run_dir,
-                environment=self._environment | launch.values(),
+                environment=self._environment | launch.values() | launch.preload.environment(),
                 stdout=launch.stdout,
                 stderr=launch.stderr,
                 listener=launch.listener,
@@ -207,7 +207,7 @@ class _ForkServer:
         common = dict(set.intersection(*(set(each.items()) for each in values.values())))
         first = next(iter(launches.values()))
         order = {
-            "modules": common.pop(PRELOAD).split(","),
+            "modules": first.preload.modules,
             "ours": ours,
             "listener": listener,
             "ranks": {
@@ -282,7 +282,7 @@ def plan_launch(
         variables = variables | {CORES: Variable(cores, "near the rank's GPU")}
     return Launch(
         run_dir=run.path,
-        variables=variables | preload.variables(),
+        variables=variables,
         stdout=attempt.stdout(rank),
         stderr=attempt.stderr(rank),
         preload=preload,

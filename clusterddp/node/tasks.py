@@ -73,7 +73,7 @@ class Tasks:
 
     def _start(self, rank: int, launch: Launch) -> None:
         task = self._tasks[rank]
-        variables = launch.values()
+        variables = launch.values() | launch.preload.environment()
         users = {name for name, variable in launch.variables.items() if variable.origin == USERS}
         choice = choose_gpus([self._tasks[each].gpus for each in self._ranks])
         if choice.visible is not None and "CUDA_VISIBLE_DEVICES" not in users:

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from clusterddp.errors import UsageError
 from clusterddp.run.gang import Node
 
 if TYPE_CHECKING:
@@ -16,8 +15,6 @@ if TYPE_CHECKING:
     from clusterddp.planning.slurm.job import SlurmPlan
     from clusterddp.planning.ssh.plan import SshPlan
     from clusterddp.spec.model import JobSpec
-
-_UNSUPPORTED_BY_SUBMITIT = ("%j", "%t", "%A", "%a")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,13 +80,3 @@ class Placed:
     placement: Placement
     slurm: SlurmPlan | None = None
     ssh: SshPlan | None = None
-
-
-def refuse_submitit_tags(runs_dir: Path) -> None:
-    """Refuse a path in which submitit, which starts jobs on Slurm, would replace tags.
-
-    Raises: UsageError.
-    """
-    tags = [tag for tag in _UNSUPPORTED_BY_SUBMITIT if tag in str(runs_dir)]
-    if tags:
-        raise UsageError(f"{runs_dir}: submitit, which starts the run, replaces {tags[0]} in a path by the job's id")

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from clusterddp.ranks.environment import PRELOAD, Variable
+from clusterddp.ranks.environment import PRELOAD
 from clusterddp.run.gang import Entry
 
 PRELOADABLE = frozenset({"clusterddp", "numpy", "torch", "torchvision"})
@@ -30,9 +30,9 @@ class Preload:
     modules: tuple[str, ...] = ()
     why_not: str = ""
 
-    def variables(self) -> dict[str, Variable]:
-        """Return what makes a rank that starts by itself import them."""
-        return {PRELOAD: Variable(",".join(self.modules), "imports of the entry")} if self.modules else {}
+    def environment(self) -> dict[str, str]:
+        """Return the variable that makes a rank that starts by itself import them."""
+        return {PRELOAD: ",".join(self.modules)} if self.modules else {}
 
 
 class _EnvironmentChangesError(Exception):

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.planning.job_values import directories_used, filled_in
-from clusterddp.planning.placement import Placed, Placement, Request, refuse_submitit_tags
+from clusterddp.planning.placement import Placed, Placement, Request
 from clusterddp.planning.prerequisites import data_notes, storage_notes
 from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.planning.slurm.job import plan_slurm
@@ -26,7 +26,6 @@ def place(job: JobSpec, request: Request) -> Placed:
     Raises: UsageError, PreflightError: Slurm could not run the job, or not from this directory.
     """
     refuse_odd_path(request.runs_dir)
-    refuse_submitit_tags(request.runs_dir)
     dependency, waiting = find_dependency(job.after, request.runs_dir)
     options = choose_options(job, request.environ, dependency)
     placement = plan_slurm_placement(job, gpus=options.gpus)

@@ -126,8 +126,8 @@ class Worker:
         interface = choose_interface(self.job, decided)
         variables = self.variables(decided, gang, run, interface)
         self._record(run.attempt(decided.attempt), gang, variables, interface)
-        started_with = variables | find_preload(read_gang(run).entry).variables()
-        chosen = {name: variable.value for name, variable in started_with.items()}
+        chosen = {name: variable.value for name, variable in variables.items()}
+        chosen |= find_preload(read_gang(run).entry).environment()
         return rank_command(run.path), dict(self.environ) | python_path(self.environ) | chosen
 
     def variables(self, decided: Decided, gang: Gang, run: RunDir, interface: str | None) -> dict[str, Variable]:

@@ -73,6 +73,7 @@ def train(number):
         model(torch.ones(4, 1)).sum().backward()
         optimizer.step()
     torch.distributed.destroy_process_group()
+assert not hasattr(torch.distributed.destroy_process_group.__wrapped__, "__wrapped__"), "it waits twice"
 for number in range(40):
     train(number)
 """
