@@ -164,7 +164,7 @@ def start() -> int:
     """Run the command line as the whole of this process; return the exit code.
 
     The imports make objects that live to the end. The garbage collector would visit them again and again, which takes
-    about a fifth of the processor time of a short command.
+    a tenth of the processor time of a short command.
     """
     gc.set_threshold(50_000)
     exit_code = main()
