@@ -19,6 +19,8 @@ _PROCESS = 60 * _MB
 _EVALUATED_PIXELS = 250 * 32 * 32
 """Of a batch of the evaluation (train/evaluate.py)."""
 _MARGIN = 1.15
+_HEAP = 2.0
+"""A heap that keeps the memory of its steps has holes: it takes up to 1.75 times what a step allocates."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -94,6 +96,16 @@ def plan_turns(num_ranks: int, *, threads: int, cores: int, need: TrainingMemory
             "same step; so do fewer ranks",
         )
     return min(by_cores, int(left // need.step))
+
+
+def can_keep_steps(num_ranks: int, *, need: TrainingMemory | None, free: int) -> bool | None:
+    """Return whether each of a host's ranks can keep the memory of a step for its next one; None: it is not known.
+
+    `free`: bytes of memory; 0: not known.
+    """
+    if need is None or not free:
+        return None
+    return _HEAP * num_ranks * need.step <= free / _MARGIN - num_ranks * need.resident
 
 
 def split_batch(train: Mapping[str, Any], *, image_size: int, num_ranks: int, free: int) -> int:

@@ -2,7 +2,8 @@
 
 A step's forward and backward pass needs many times the memory of what a rank keeps between steps. Sixteen ranks on two
 cores are not faster when all compute at once. So two compute at a time, and each returns its memory before the next
-begins. The results are the same to the last bit. A rank that holds a slot never waits for another rank.
+begins, unless there is enough for all. The results are the same to the last bit. A rank that holds a slot never waits
+for another rank.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.facts.memory import free_bytes, read_cpu_limit
-from clusterddp.facts.training_memory import plan_turns, training_memory
+from clusterddp.facts.training_memory import can_keep_steps, plan_turns, training_memory
 from clusterddp.system.units import format_bytes
 from clusterddp.train.host import Host
 
@@ -39,6 +40,8 @@ class ComputeSlot:
     index: int = 0
     is_first: bool = True
     """Whether this rank is the first one of its host."""
+    returns_memory: bool = False
+    """Whether the memory of a step goes back to the system after it, for another rank; else it is kept for the next."""
     description: str = ""
     """How the ranks of rank 0's host share its cores, for the log."""
 
@@ -103,20 +106,28 @@ def agree_on_compute_slot(
             # Where this rank cannot open the first rank's files, it computes without a slot.
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    keeps_steps = can_keep_steps(len(host.ranks), need=need, free=free)
+    returns_memory = lock is not None if keeps_steps is None else not keeps_steps
     if lock is None:
-        return ComputeSlot(is_first=is_first)
+        return ComputeSlot(is_first=is_first, returns_memory=returns_memory)
     description = (
         f"{len(host.ranks)} ranks share {cores} core{'s' * (cores != 1)} and {format_bytes(free)} of free memory: "
         f"{at_once} of them compute{'s' * (at_once == 1)} at a time"
     )
-    return ComputeSlot(lock=lock, index=host.index % at_once, is_first=is_first, description=description)
+    return ComputeSlot(
+        lock=lock,
+        index=host.index % at_once,
+        is_first=is_first,
+        returns_memory=returns_memory,
+        description=description,
+    )
 
 
 def keep_freed_memory() -> None:
     """Have glibc keep the memory of a step's tensors for those of the next step; with another C library do nothing.
 
     Otherwise it returns to the kernel, which clears every page before it is used again (5 to 10 % of a step of
-    ResNet-18). Source: mallopt(3).
+    ResNet-18, a fifth where ranks share cores). Source: mallopt(3).
     """
     _mallopt(_M_MMAP_MAX, 0)
     _mallopt(_M_TRIM_THRESHOLD, -1)

@@ -54,7 +54,7 @@ def main(environ: Mapping[str, str]) -> None:
     start_up.mark("data")
     slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
     if group.device.type == "cpu":
-        keep_freed_memory() if slot.lock is None else return_freed_memory()
+        return_freed_memory() if slot.returns_memory else keep_freed_memory()
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
         setting = prepare(
             spec,

@@ -16,10 +16,11 @@ import torch
 
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.facts.memory import free_bytes
-from clusterddp.facts.training_memory import TrainingMemory, plan_turns, split_batch, training_memory
+from clusterddp.facts.training_memory import TrainingMemory, can_keep_steps, plan_turns, split_batch, training_memory
 from clusterddp.planning.job_values import fit_memory
 from clusterddp.planning.placement import Placement
 from clusterddp.run.gang import Node
+from clusterddp.train import compute_slots
 from clusterddp.train.compute_slots import ComputeSlot, agree_on_compute_slot
 from clusterddp.train.group import Group
 from clusterddp.train.host import find_host, load_once
@@ -55,7 +56,7 @@ def train_with_slots(group: Group, path: Path, at_once: int | None) -> dict[str,
     if at_once is not None:
         spec = TrainSpec.from_json(TINY)
         agreed = agree_on_compute_slot(spec, find_host(group), image_size=32, cores=at_once)
-        slot = RecordedSlot(agreed.lock, agreed.index, agreed.is_first, agreed.description)
+        slot = RecordedSlot(agreed.lock, agreed.index, agreed.is_first, agreed.returns_memory, agreed.description)
     run = path / str(group.rank)
     run.mkdir(parents=True)
     state = train(settle(group, run, slot=slot, accumulate=2, epochs=1))
@@ -147,6 +148,30 @@ def test_as_many_ranks_compute_as_cores_and_memory_hold(
 ) -> None:
     need = TrainingMemory(resident=GB // 6, step=GB * 4 // 5)
     assert plan_turns(num_ranks, threads=threads, cores=cores, need=need, free=int(free * GB)) == at_once
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "free", "kept"), [(16, 33, True), (16, 32, False), (1, 2.1, True), (1, 1.2, False), (16, 0, None)]
+)
+def test_the_memory_of_a_step_is_kept_where_all_ranks_can(num_ranks: int, free: float, kept: bool | None) -> None:
+    need = TrainingMemory(resident=GB // 6, step=GB * 4 // 5)
+    assert can_keep_steps(num_ranks, need=need, free=int(free * GB)) is kept
+
+
+def returns_memory(group: Group, cores: int, free: int) -> tuple[bool, bool]:
+    spec = TrainSpec.from_json(TINY | {"model": "resnet18", "width": 1.0})
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(compute_slots, "free_bytes", lambda: free)
+        slot = agree_on_compute_slot(spec, find_host(group), image_size=32, cores=cores)
+    return slot.lock is not None, slot.returns_memory
+
+
+def test_ranks_return_the_memory_of_a_step_where_it_would_not_do_for_all(either_gang: Gang) -> None:
+    assert either_gang.run(2, returns_memory, 1, 100 * GB) == [(True, False)] * 2
+    assert either_gang.run(2, returns_memory, 1, 3 * GB // 2) == [(True, True)] * 2
+    # Each computes when it likes: the memory holds two steps, but not the heaps that would keep them.
+    assert either_gang.run(2, returns_memory, 2, 100 * GB) == [(False, False)] * 2
+    assert either_gang.run(2, returns_memory, 2, 3 * GB // 2) == [(False, True)] * 2
 
 
 def test_too_little_memory_for_one_rank_at_a_time_is_reported_with_the_numbers() -> None:
