@@ -2,13 +2,16 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# Without --no-compile pip would compile one file after the other: most of the installation of torch.
+INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
+COMPILE = $(BIN)/python -m compileall -q -j 0 $(VENV)/lib
 SEED ?= 1
 CASES ?= 200000
 
 RELEASE ?=
 PART ?= tests/unit tests/process
 
-.PHONY: help demo test test-slurm check style types unit coverage fuzz gpu-check docs rack wheel clean
+.PHONY: help demo test testbed test-slurm check style types unit coverage fuzz gpu-check docs rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
@@ -28,9 +31,12 @@ help:
 demo: $(VENV)/.train
 	$(BIN)/clusterddp demo
 
-test: style
-	tests/testbed/install
+test:
+	$(MAKE) -j 2 style testbed
 	tests/run_all $(BIN)/pytest
+
+testbed:
+	tests/testbed/install
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest -n 2 tests/unit
@@ -86,13 +92,16 @@ $(VENV)/.pip:
 	@touch $@
 
 $(VENV)/.train: $(VENV)/.pip pyproject.toml constraints.txt
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[train]"
+	$(INSTALL) --editable ".[train]"
+	-@$(COMPILE)
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.train
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group dev
-	@touch $@
+$(VENV)/.dev: $(VENV)/.pip pyproject.toml constraints.txt
+	$(INSTALL) --editable ".[train]" --group dev
+	-@$(COMPILE)
+	@touch $@ $(VENV)/.train
 
 $(VENV)/.docs: $(VENV)/.train
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --group docs
+	$(INSTALL) --group docs
+	-@$(COMPILE)
 	@touch $@

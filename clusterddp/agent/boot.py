@@ -9,11 +9,8 @@ import hashlib
 import io
 import json
 import os
-import shutil
 import socket
 import sys
-import tempfile
-import zipfile
 
 MARK = "clusterddp-agent "
 """Begins every line of this program: a login shell may print lines of its own before."""
@@ -90,6 +87,10 @@ def facts(root):
 
 def install(data, wanted, package):
     """Unpack the package beside its place, and rename it there; another agent may do the same now."""
+    import shutil
+    import tempfile
+    import zipfile
+
     found = hashlib.sha256(data).hexdigest()
     if found != wanted:
         raise RefusalError(f"the package has the sum {found[:12]}, expected {wanted[:12]}")

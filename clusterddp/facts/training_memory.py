@@ -21,6 +21,8 @@ _EVALUATED_PIXELS = 250 * 32 * 32
 _MARGIN = 1.15
 _HEAP = 2.0
 """A heap that keeps the memory of its steps has holes: it takes up to 1.75 times what a step allocates."""
+_KEPT = 0.5
+"""Of the free memory ranks that take turns keep at most this much between steps: others use the machine, too."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,14 +100,14 @@ def plan_turns(num_ranks: int, *, threads: int, cores: int, need: TrainingMemory
     return min(by_cores, int(left // need.step))
 
 
-def can_keep_steps(num_ranks: int, *, need: TrainingMemory | None, free: int) -> bool | None:
+def can_keep_steps(num_ranks: int, *, turns: bool, need: TrainingMemory | None, free: int) -> bool | None:
     """Return whether each of a host's ranks can keep the memory of a step for its next one; None: it is not known.
 
-    `free`: bytes of memory; 0: not known.
+    `turns`: whether they take turns at computing. `free`: bytes of memory; 0: not known.
     """
     if need is None or not free:
         return None
-    return _HEAP * num_ranks * need.step <= free / _MARGIN - num_ranks * need.resident
+    return num_ranks * (need.resident + _HEAP * need.step) <= (_KEPT if turns else 1 / _MARGIN) * free
 
 
 def split_batch(train: Mapping[str, Any], *, image_size: int, num_ranks: int, free: int) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 import pwd
 import re
@@ -32,6 +33,8 @@ _MAX_NAME = 107
 _PLACE = re.compile("[0-9]{1,9}")
 """A number in the line; a longer one is not ours, and would leave no number after it."""
 _NAMES = Path("/proc/net/unix")
+_MAX_DESCRIPTORS = 253
+"""How many descriptors the kernel passes in one message."""
 _NO_HOLDER = frozenset({"nvidia-cuda-mps"})
 """Processes, by their names in the kernel, that compute for other processes, which are listed themselves."""
 
@@ -107,6 +110,30 @@ def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease |
     if sys.platform != "linux":
         return Lease(())
     return _bind_all(_GPU, [device for gpu in gpus for device in devices_of(gpu, listed)], run)
+
+
+def pack_leases(leases: Mapping[int, Lease]) -> socket.socket:
+    """Return a socket for another process that holds leases by node rank, as a message that nobody has read.
+
+    It keeps them: they end when all processes have closed it.
+    """
+    contents = [(node_rank, len(lease.descriptors)) for node_rank, lease in leases.items()]
+    descriptors = [descriptor for lease in leases.values() for descriptor in lease.descriptors]
+    sender, receiver = socket.socketpair()
+    with sender:
+        socket.send_fds(sender, [json.dumps(contents).encode()], descriptors)
+    return receiver
+
+
+def receive_leases(descriptor: int) -> dict[int, tuple[int, ...]]:
+    """Receive what `pack_leases` returned, through the descriptor that it became: node rank -> descriptors.
+
+    Raises: OSError, ValueError: it holds no leases.
+    """
+    with socket.socket(fileno=os.dup(descriptor)) as receiver:
+        message, descriptors, _, _ = socket.recv_fds(receiver, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
+    held = iter(descriptors)
+    return {node: tuple(next(held) for _ in range(count)) for node, count in json.loads(message)}
 
 
 def read_leases(gpus: Iterable[str], listed: Sequence[Gpu]) -> dict[str, Holder]:

@@ -106,7 +106,7 @@ def agree_on_compute_slot(
             # Where this rank cannot open the first rank's files, it computes without a slot.
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    keeps_steps = can_keep_steps(len(host.ranks), need=need, free=free)
+    keeps_steps = can_keep_steps(len(host.ranks), turns=lock is not None, need=need, free=free)
     returns_memory = lock is not None if keeps_steps is None else not keeps_steps
     if lock is None:
         return ComputeSlot(is_first=is_first, returns_memory=returns_memory)

@@ -1,17 +1,11 @@
-"""The leases on the GPUs of a local run: the submitter takes them and passes them to the task.
-
-They travel as an unread message in a socket that becomes the task's standard input. The socket keeps the descriptors
-open; when all processes that hold it exit, the leases end.
-"""
+"""The leases on the GPUs of a local run: the submitter takes them, the task receives them as its standard input."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import json
-import os
 import socket
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import Plan, move_plan, read_plan
@@ -19,12 +13,10 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.files import write_json
-from clusterddp.system.gpu_lease import Lease, take_leases
+from clusterddp.system.gpu_lease import pack_leases, take_leases
 
 _TRIES = 5
 """How often another run may take a GPU between our look and our lease."""
-_MAX_DESCRIPTORS = 253
-"""How many descriptors the kernel passes in one message."""
 
 
 def lease_gpus(run: RunDir, environ: Mapping[str, str]) -> socket.socket | None:
@@ -45,7 +37,7 @@ def lease_gpus(run: RunDir, environ: Mapping[str, str]) -> socket.socket | None:
             if len(taken) == len(leases):
                 if nodes != plan.gang.nodes:
                     _change_plan(run, plan, nodes)
-                return _pack(taken)
+                return pack_leases(taken)
         finally:
             for lease in taken.values():
                 lease.close()
@@ -53,28 +45,6 @@ def lease_gpus(run: RunDir, environ: Mapping[str, str]) -> socket.socket | None:
     raise GpusInUseError(f"{run.name}: other runs took its GPUs {_TRIES} times before it could lease them")
 
 
-def receive_leases(nodes: Sequence[Node], descriptor: int) -> dict[int, tuple[int, ...]]:
-    """Receive the leases from a socket: node rank -> descriptors.
-
-    Raises: OSError, ValueError: the socket holds no leases.
-    """
-    if not any(node.gpus for node in nodes):
-        return {}
-    with socket.socket(fileno=os.dup(descriptor)) as socket_of_task:
-        message, descriptors, _, _ = socket.recv_fds(socket_of_task, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    held = iter(descriptors)
-    return {node: tuple(next(held) for _ in range(count)) for node, count in json.loads(message)}
-
-
 def _change_plan(run: RunDir, plan: Plan, nodes: tuple[Node, ...]) -> None:
     changed = dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
     write_json(run.plan, move_plan(changed, run.path).to_json())
-
-
-def _pack(leases: Mapping[int, Lease]) -> socket.socket:
-    contents = [(node_rank, len(lease.descriptors)) for node_rank, lease in leases.items()]
-    descriptors = [descriptor for lease in leases.values() for descriptor in lease.descriptors]
-    sender, socket_of_task = socket.socketpair()
-    with sender:
-        socket.send_fds(sender, [json.dumps(contents).encode()], descriptors)
-    return socket_of_task

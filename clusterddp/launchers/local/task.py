@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from clusterddp.launchers.local.leases import receive_leases
-from clusterddp.planning.environment import process_environment
 from clusterddp.ranks.environment import inherited_environment, node_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
@@ -31,6 +29,7 @@ from clusterddp.run.record import ProcessIdentity, log_event, read_gang, read_ru
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
 from clusterddp.system.files import read_tail
+from clusterddp.system.gpu_lease import receive_leases
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
 _END_TIMEOUT_S = 2.5
@@ -101,8 +100,8 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
 def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
     """Start the head, read its address, start the others; return an error message, or None."""
     link: Link | None = None
-    environment = process_environment("", inherited_environment())
-    holds = receive_leases(gang.nodes, sys.stdin.fileno())
+    environment = inherited_environment()
+    holds = receive_leases(sys.stdin.fileno()) if any(node.gpus for node in gang.nodes) else {}
     for node in gang.nodes:
         order = SupervisorOrder(
             run_dir=run.path,

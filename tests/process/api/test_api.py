@@ -115,6 +115,15 @@ def test_ending_a_run_loads_neither_the_spec_nor_submitit() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+@pytest.mark.parametrize("module", ["clusterddp.launchers.local.task", "clusterddp.launchers.slurm.batch"])
+def test_what_carries_a_run_loads_no_part_that_plans_it(module: str) -> None:
+    code = (
+        f"import sys, {module}; parts = ('clusterddp.planning', 'clusterddp.spec', 'pydantic', 'yaml', 'submitit');"
+        "heavy = [name for name in sys.modules if name.startswith(parts)]; assert not heavy, heavy"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'nonsense'"):
         clusterddp.nonsense  # noqa: B018

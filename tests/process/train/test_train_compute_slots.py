@@ -151,11 +151,14 @@ def test_as_many_ranks_compute_as_cores_and_memory_hold(
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "free", "kept"), [(16, 33, True), (16, 32, False), (1, 2.1, True), (1, 1.2, False), (16, 0, None)]
+    ("num_ranks", "turns", "free", "kept"),
+    [(16, True, 57, True), (16, True, 56, False), (1, False, 2.1, True), (1, False, 2.0, False), (16, True, 0, None)],
 )
-def test_the_memory_of_a_step_is_kept_where_all_ranks_can(num_ranks: int, free: float, kept: bool | None) -> None:
+def test_the_memory_of_a_step_is_kept_where_all_ranks_can(
+    num_ranks: int, turns: bool, free: float, kept: bool | None
+) -> None:
     need = TrainingMemory(resident=GB // 6, step=GB * 4 // 5)
-    assert can_keep_steps(num_ranks, need=need, free=int(free * GB)) is kept
+    assert can_keep_steps(num_ranks, turns=turns, need=need, free=int(free * GB)) is kept
 
 
 def returns_memory(group: Group, cores: int, free: int) -> tuple[bool, bool]:
@@ -170,7 +173,7 @@ def test_ranks_return_the_memory_of_a_step_where_it_would_not_do_for_all(either_
     assert either_gang.run(2, returns_memory, 1, 100 * GB) == [(True, False)] * 2
     assert either_gang.run(2, returns_memory, 1, 3 * GB // 2) == [(True, True)] * 2
     # Each computes when it likes: the memory holds two steps, but not the heaps that would keep them.
-    assert either_gang.run(2, returns_memory, 2, 100 * GB) == [(False, False)] * 2
+    assert either_gang.run(2, returns_memory, 2, 4 * GB) == [(False, False)] * 2
     assert either_gang.run(2, returns_memory, 2, 3 * GB // 2) == [(False, True)] * 2
 
 
