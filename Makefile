@@ -4,7 +4,7 @@ VENV ?= .venv
 BIN := $(VENV)/bin
 # Without --no-compile pip would compile one file after the other: most of the installation of torch.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
-COMPILE = $(BIN)/python -m compileall -q -j 0 $(VENV)/lib
+COMPILE = $(BIN)/python -m compileall -qq -j 0 $(VENV)/lib || true
 SEED ?= 1
 CASES ?= 200000
 
@@ -93,15 +93,15 @@ $(VENV)/.pip:
 
 $(VENV)/.train: $(VENV)/.pip pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[train]"
-	-@$(COMPILE)
+	@$(COMPILE)
 	@touch $@
 
 $(VENV)/.dev: $(VENV)/.pip pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[train]" --group dev
-	-@$(COMPILE)
+	@$(COMPILE)
 	@touch $@ $(VENV)/.train
 
 $(VENV)/.docs: $(VENV)/.train
 	$(INSTALL) --group docs
-	-@$(COMPILE)
+	@$(COMPILE)
 	@touch $@
