@@ -100,12 +100,12 @@ def write_fetched_report(run: RunDir, environ: Mapping[str, str]) -> None:
 
     The head writes it where the run's directory is; a host over SSH has no packages for it.
     """
-    from clusterddp.cli.page.report_page import draw_report
-    from clusterddp.look.report import read_reports
-
     try:
         if not is_on_hosts(run) or is_of_another_user(run.path) or not read_state(run).finished:
             return
+        from clusterddp.cli.page.report_page import draw_report  # most runs have none to write
+        from clusterddp.look.report import read_reports
+
         newest = run.newest_attempt()
         if not run.report.exists() or run.report.stat().st_mtime < newest.path.stat().st_mtime:
             write_text(run.report, draw_report(read_reports([run], environ)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -75,6 +74,8 @@ def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
 
 def _is_installed() -> bool:
     """Say whether Python finds this package from any directory, which it does not for a bare checkout."""
+    import importlib.metadata
+
     try:
         importlib.metadata.distribution("clusterddp")
     except importlib.metadata.PackageNotFoundError:

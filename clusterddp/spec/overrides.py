@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.problems import spec_error
 from clusterddp.spec.tree import Mapping, Node, Place, Scalar, show
-from clusterddp.spec.yamlfile import parse_value
 
 ENV_PREFIX = "CLUSTERDDP__"
 COMMAND_LINE = "command line"
@@ -93,6 +92,8 @@ def from_options(options: Map[str, str]) -> list[Override]:
 
 def _parse_text(value: str, key: str, place: Place) -> Node:
     if value[:1] in ("[", "{", '"', "'") and not _PLACEHOLDER.match(value):
+        from clusterddp.spec.yamlfile import parse_value  # commands that only look at runs do without YAML
+
         try:
             return parse_value(value, place) or Scalar(text="", quoted=False, place=place)
         except SpecError as error:

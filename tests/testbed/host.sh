@@ -21,7 +21,7 @@ else
     card=$(printf '02:00:%02x:%02x:%02x:%02x' $(IFS=. && echo $address))
     # The head's processes are still to be seen here, PID 1 is its init: lay the cable from its side.
     nsenter --net=/proc/1/ns/net sh -euc '
-        if ip link show "$0" >/dev/null 2>&1; then ip link del "$0"; fi
+        ip link del "$0" 2>/dev/null || : # the kernel deletes that of a node that has lost power, sooner or later
         ip link add "$0" type veth peer name eth0 address "$1" netns /proc/self/fd/9
         ip link set "$0" master switch up' "$port" "$card" 9</proc/self/ns/net
 fi

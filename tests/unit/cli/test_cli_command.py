@@ -17,7 +17,7 @@ from clusterddp.cli import main as main_module
 from clusterddp.cli.main import cli, main
 from clusterddp.cli.terminal import Terminal, cut, table, width_of
 from clusterddp.errors import Problem, SpecError
-from tests.support.handmade_runs import make_run
+from tests.support.handmade_runs import fail, make_run, start_attempt
 
 HEAVY = ["torch", "torchvision", "numpy", "submitit", "paramiko", "pydantic", "rich", "yaml", "psutil", "jinja2"]
 COMMAND = [sys.executable, "-m", "clusterddp"]
@@ -47,6 +47,14 @@ def loaded_by(code: str, **environ: str) -> set[str]:
 )
 def test_help_loads_nothing_heavy(arguments: list[str]) -> None:
     assert loaded_by(f"from clusterddp.cli.main import main; main({arguments!r})") == set()
+
+
+@pytest.mark.parametrize("arguments", [["list"], ["status"], ["logs"], ["report", "--out", "-"]])
+def test_to_look_at_a_run_that_has_ended_loads_nothing_heavy(tmp_path: Path, arguments: list[str]) -> None:
+    run = make_run(tmp_path)
+    fail(start_attempt(run))
+    code = f"from clusterddp.cli.main import main; main({[*arguments, '--runs', str(tmp_path)]!r})"
+    assert loaded_by(code) == set()
 
 
 @pytest.mark.parametrize("words", ["clusterddp ", "clusterddp status br", "clusterddp submit --lau"])
