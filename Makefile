@@ -11,7 +11,9 @@ CASES ?= 200000
 RELEASE ?=
 PART ?= tests/unit tests/process
 
-.PHONY: help demo test testbed test-slurm check style types unit coverage fuzz gpu-check docs rack wheel clean
+# Two targets at once would install into one environment.
+.NOTPARALLEL:
+.PHONY: help demo test test-slurm check style types unit coverage fuzz gpu-check docs rack wheel clean
 
 help:
 	@echo "make demo    two ranks on this machine learn to tell shapes apart, in under a minute"
@@ -32,11 +34,8 @@ demo: $(VENV)/.train
 	$(BIN)/clusterddp demo
 
 test:
-	$(MAKE) -j 2 style testbed
+	tests/testbed/install & $(MAKE) style; style=$$?; wait $$! && exit $$style
 	tests/run_all $(BIN)/pytest
-
-testbed:
-	tests/testbed/install
 
 unit: $(VENV)/.dev
 	$(BIN)/pytest -n 2 tests/unit
