@@ -33,6 +33,7 @@ help:
 demo: $(VENV)/.train
 	$(BIN)/clusterddp demo
 
+# Debian's packages are installed while Python's are.
 test:
 	tests/testbed/install & $(MAKE) style; style=$$?; wait $$! && exit $$style
 	tests/run_all $(BIN)/pytest

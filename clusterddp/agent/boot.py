@@ -87,7 +87,7 @@ def facts(root):
 
 def install(data, wanted, package):
     """Unpack the package beside its place, and rename it there; another agent may do the same now."""
-    import shutil
+    import shutil  # these three: most launchers find the package here
     import tempfile
     import zipfile
 

@@ -20,7 +20,7 @@ _EVALUATED_PIXELS = 250 * 32 * 32
 """Of a batch of the evaluation (train/evaluate.py)."""
 _MARGIN = 1.15
 _HEAP = 2.0
-"""A heap that keeps the memory of its steps has holes: it takes up to 1.75 times what a step allocates."""
+"""A heap that is kept is planned as so many times what a step allocates: it has holes, and 1.75 times was measured."""
 _KEPT = 0.5
 """Of the free memory ranks that take turns keep at most this much between steps: others use the machine, too."""
 
@@ -100,13 +100,14 @@ def plan_turns(num_ranks: int, *, threads: int, cores: int, need: TrainingMemory
     return min(by_cores, int(left // need.step))
 
 
-def can_keep_steps(num_ranks: int, *, turns: bool, need: TrainingMemory | None, free: int) -> bool | None:
-    """Return whether each of a host's ranks can keep the memory of a step for its next one; None: it is not known.
+def can_keep_steps(num_ranks: int, *, turns: bool, need: TrainingMemory | None, free: int) -> bool:
+    """Return whether each of a host's ranks can keep the memory of a step for its next one.
 
-    `turns`: whether they take turns at computing. `free`: bytes of memory; 0: not known.
+    `turns`: whether they take turns at computing; those that do not keep it where the memory is not known.
+    `free`: bytes of memory; 0: not known.
     """
     if need is None or not free:
-        return None
+        return not turns
     return num_ranks * (need.resident + _HEAP * need.step) <= (_KEPT if turns else 1 / _MARGIN) * free
 
 

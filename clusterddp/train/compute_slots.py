@@ -106,8 +106,7 @@ def agree_on_compute_slot(
             # Where this rank cannot open the first rank's files, it computes without a slot.
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    keeps_steps = can_keep_steps(len(host.ranks), turns=lock is not None, need=need, free=free)
-    returns_memory = lock is not None if keeps_steps is None else not keeps_steps
+    returns_memory = not can_keep_steps(len(host.ranks), turns=lock is not None, need=need, free=free)
     if lock is None:
         return ComputeSlot(is_first=is_first, returns_memory=returns_memory)
     description = (
@@ -127,7 +126,7 @@ def keep_freed_memory() -> None:
     """Have glibc keep the memory of a step's tensors for those of the next step; with another C library do nothing.
 
     Otherwise it returns to the kernel, which clears every page before it is used again (5 to 10 % of a step of
-    ResNet-18, a fifth where ranks share cores). Source: mallopt(3).
+    ResNet-18, a quarter and more where ranks take turns). Source: mallopt(3).
     """
     _mallopt(_M_MMAP_MAX, 0)
     _mallopt(_M_TRIM_THRESHOLD, -1)

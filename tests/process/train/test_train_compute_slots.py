@@ -152,11 +152,16 @@ def test_as_many_ranks_compute_as_cores_and_memory_hold(
 
 @pytest.mark.parametrize(
     ("num_ranks", "turns", "free", "kept"),
-    [(16, True, 57, True), (16, True, 56, False), (1, False, 2.1, True), (1, False, 2.0, False), (16, True, 0, None)],
+    [
+        (16, True, 57, True),
+        (16, True, 56, False),
+        (1, False, 2.1, True),
+        (1, False, 2.0, False),
+        (16, True, 0, False),
+        (16, False, 0, True),
+    ],
 )
-def test_the_memory_of_a_step_is_kept_where_all_ranks_can(
-    num_ranks: int, turns: bool, free: float, kept: bool | None
-) -> None:
+def test_the_memory_of_a_step_is_kept_where_all_ranks_can(num_ranks: int, turns: bool, free: float, kept: bool) -> None:
     need = TrainingMemory(resident=GB // 6, step=GB * 4 // 5)
     assert can_keep_steps(num_ranks, turns=turns, need=need, free=int(free * GB)) is kept
 

@@ -78,10 +78,16 @@ def test_a_node_reports_steps_cores_memory_and_the_gpu_of_its_rank(rank, tmp_pat
     first = look(node, found, rank.pid)
     assert (first["kind"], first["asked"]) == ("usage", 1.5)
     assert first["received"] <= first["sent"] <= time.time()
-    time.sleep(0.3)
-    seen = look(node, found, rank.pid)["ranks"]["3"]
+    seen: dict[str, object] = {}
+
+    def is_busy() -> bool:  # on a crowded machine it may get less for a while
+        time.sleep(0.3)
+        seen.update(look(node, found, rank.pid)["ranks"]["3"])
+        return seen["cpu"] > 0.1
+
+    wait_until(is_busy)
     assert (seen["step"], seen["own_step_s"], seen["entered"]) == (7, 0.25, [])
-    assert 0 < seen["cpu"] < 1.3
+    assert 0.1 < seen["cpu"] < 1.3
     assert 64 << 20 < seen["memory"] < 256 << 20
     assert (seen["gpu"], seen["gpu_memory"]) == (0.8, 1 << 30)
     assert first["ranks"]["3"]["cpu"] is None
