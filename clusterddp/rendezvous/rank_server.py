@@ -60,6 +60,8 @@ class RankServer:
         self._deadline = deadline
         self._left: dict[int, RankHello] = {}
         """Ranks that were counted and have disconnected."""
+        self._refused: set[int] = set()
+        """Ranks that know why the gang cannot begin."""
         self._reached: Counter[str] = Counter()
         """The addresses at which ranks of other hosts have reached this one."""
         self._reached_locally: list[str] = []
@@ -99,13 +101,13 @@ class RankServer:
 
     def refuse_all(self, error: ClusterddpError) -> None:
         """Send all ranks the error that ends the gang, and for `LINGER_S` also those that connect late."""
-        refused = set(self._participants.by_number)
         self.send_all(refusal(error))
+        self._refused |= self._participants.by_number.keys()
+        others = set(range(1, self._launched.world_size))
         until = time.monotonic() + LINGER_S
-        while len(refused) + 1 < self._launched.world_size and time.monotonic() < until:
+        while others - self._refused and time.monotonic() < until:
             for participant in self.take_turn():
-                refuse(participant.connection, error)
-                refused.add(participant.introduction.rank)
+                self._refuse(participant, error)
 
     def take_turn(self, wait_s: float = 0.2) -> list[Participant[RankHello]]:
         """Wait up to `wait_s`; return the ranks that have introduced themselves."""
@@ -140,7 +142,7 @@ class RankServer:
         for other in [self._own, *(each.introduction for each in self._participants.by_number.values())]:
             error = error or find_twin(other, hello)
         if error:
-            refuse(connection, error)
+            self._refuse(participant, error)
             raise error
         self._participants.by_number[hello.rank] = participant
         self._left.pop(hello.rank, None)
@@ -150,6 +152,10 @@ class RankServer:
             self._reached[connection.own_address] += 1
         self._deadline = min(self._deadline, time.monotonic() + max(0.0, float(hello.left_s)))
         connection.send({"kind": "welcome"})
+
+    def _refuse(self, participant: Participant[RankHello], error: ClusterddpError) -> None:
+        refuse(participant.connection, error)
+        self._refused.add(participant.introduction.rank)
 
     def _missing_ranks(self, timeout_s: float) -> PreflightError:
         """Make the error that names the missing ranks, and the connected ones, which show the missing machine."""

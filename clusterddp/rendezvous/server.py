@@ -160,6 +160,7 @@ class Participants(Generic[_T]):
 
 
 def refuse(connection: Connection, error: ClusterddpError) -> None:
-    """Send a client the reason why it is refused; the caller closes the connection."""
+    """Send a client the reason why it is refused, and close the connection: it would wake the selector for ever."""
     connection.send(refusal(error))
     flush_all([connection], _FLUSH_S)
+    connection.close()

@@ -149,7 +149,6 @@ class JoinServer:
         refuse(connection, PreflightError(f"node 0 ({self.hosts[0]}) refuses {who}: {reason}", hint=hint))
         if self.key:
             self.report(f"refused {who}: {reason}")
-            connection.close()
         else:
             clients.server.refuse(connection, f"{who}: {reason}", time.monotonic())
 
