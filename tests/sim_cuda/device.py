@@ -108,23 +108,25 @@ class _Everywhere(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         on_gpu = kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "cuda"
-        if on_gpu or kwargs.get("pin_memory") or func.namespace == "c10d" or _sims(args, kwargs):
+        if on_gpu or kwargs.get("pin_memory") or func.namespace == "c10d" or _sims(_leaves(args, kwargs)):
             return _run(func, args, kwargs)
         return func(*args, **kwargs)
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield what is within tuples, lists and dicts: an operator takes no other containers.
+def _leaves(*values: Any) -> list[Any]:
+    """List what is within tuples, lists and dicts: an operator takes no other containers.
 
     torch.utils._pytree, which knows more kinds, takes three times as long, of everything here.
     """
-    if isinstance(value, tuple | list):
-        for each in value:
-            yield from _leaves(each)
-    elif isinstance(value, dict):
-        yield from _leaves(tuple(value.values()))
-    else:
-        yield value
+    found: list[Any] = []
+    for value in values:
+        if isinstance(value, (tuple, list)):
+            found += _leaves(*value)
+        elif isinstance(value, dict):
+            found += _leaves(*value.values())
+        else:
+            found.append(value)
+    return found
 
 
 def _map(function: Callable[[Any], Any], value: Any) -> Any:
@@ -138,9 +140,10 @@ def _map(function: Callable[[Any], Any], value: Any) -> Any:
 
 def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     """Compute on the CPU, and count what a GPU would have had to do."""
-    sims, target = _sims(args, kwargs), kwargs.get("device")
+    leaves, target = _leaves(args, kwargs), kwargs.get("device")
+    sims = _sims(leaves)
     target = None if target is None else torch.device(target)
-    _check_devices(func, args, kwargs, sims)
+    _check_devices(func, args, leaves, sims)
     if func.overloadpacket.__name__ == "record_stream":
         return None
     index = _index_of(sims, target)
@@ -149,7 +152,7 @@ def _run(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
     pin = kwargs.pop("pin_memory", None)
     if target is not None:
         kwargs["device"] = torch.device("cpu")
-    given = {id(_inner(each)): each for each in _leaves((args, kwargs)) if isinstance(each, Tensor)}
+    given = {id(_inner(each)): each for each in leaves if isinstance(each, Tensor)}
     shapes = [sim.shape for sim in sims]
     done = func(*_map(_inner, args), **_map(_inner, kwargs))
     assert shapes == [sim.inner.shape for sim in sims], f"{func} changed the shape of a tensor: not emulated"
@@ -179,9 +182,9 @@ def _index_of(sims: list[SimTensor], target: torch.device | None) -> int | None:
     return sims[0].device.index if sims else None
 
 
-def _check_devices(func: Any, args: Any, kwargs: dict[str, Any], sims: list[SimTensor]) -> None:
+def _check_devices(func: Any, args: Any, leaves: list[Any], sims: list[SimTensor]) -> None:
     name = func.overloadpacket.__name__
-    others = [each for each in _leaves((args, kwargs)) if isinstance(each, Tensor) and type(each) is not SimTensor]
+    others = [each for each in leaves if isinstance(each, Tensor) and type(each) is not SimTensor]
     if func.namespace == "c10d":
         if others and any(group in _nccl_groups for group in _groups(args)):
             raise RuntimeError(f"No backend type associated with device type cpu: {func}")
@@ -250,8 +253,8 @@ def _note(where: Counter[str], what: str) -> None:
     where[what] += 1
 
 
-def _sims(args: Any, kwargs: Any) -> list[SimTensor]:
-    return [each for each in _leaves((args, kwargs)) if type(each) is SimTensor]
+def _sims(leaves: list[Any]) -> list[SimTensor]:
+    return [each for each in leaves if type(each) is SimTensor]
 
 
 def _inner(each: Any) -> Any:
