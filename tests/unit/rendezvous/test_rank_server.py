@@ -1,4 +1,4 @@
-"""What rank 0 does once a rank was refused: it tells the others, waits for those that are late, and for nothing else."""
+"""What rank 0 does once a rank was refused: it tells the others, waits for late ones, and for nothing else."""
 
 from __future__ import annotations
 
