@@ -60,6 +60,8 @@ class RankServer:
         self._deadline = deadline
         self._left: dict[int, RankHello] = {}
         """Ranks that were counted and have disconnected."""
+        self._arrived: list[Participant[RankHello]] = []
+        """Ranks that have introduced themselves, and are neither counted nor refused yet."""
         self._refused: set[int] = set()
         """Ranks that know why the gang cannot begin."""
         self._reached: Counter[str] = Counter()
@@ -84,8 +86,9 @@ class RankServer:
                 raise self._address_check.error
             if time.monotonic() >= self._deadline:
                 raise self._missing_ranks(timeout_s)
-            for participant in self.take_turn():
-                self._admit(participant)
+            self._arrived = self.take_turn()
+            while self._arrived:
+                self._admit(self._arrived.pop(0))
 
     def met(self) -> RanksMet:
         hellos = {0: self._own} | {rank: each.introduction for rank, each in self._participants.by_number.items()}
@@ -105,9 +108,12 @@ class RankServer:
         self._refused |= self._participants.by_number.keys()
         others = set(range(1, self._launched.world_size))
         until = time.monotonic() + LINGER_S
-        while others - self._refused and time.monotonic() < until:
-            for participant in self.take_turn():
+        while True:
+            for participant in self._arrived:
                 self._refuse(participant, error)
+            if others <= self._refused or time.monotonic() >= until:
+                return
+            self._arrived = self.take_turn()
 
     def take_turn(self, wait_s: float = 0.2) -> list[Participant[RankHello]]:
         """Wait up to `wait_s`; return the ranks that have introduced themselves."""

@@ -7,6 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -32,9 +33,9 @@ class Gang:
         self._rank_0 = threading.Thread(target=self._serve, args=(listener, world_size), daemon=True)
         self._rank_0.start()
 
-    def refuse(self, rank: int) -> str:
-        """Connect as a rank that has another spec; return the reason why it is refused."""
-        hello = dataclasses.replace(self.own, rank=rank, nonce=f"nonce{rank}", pid=rank, spec="1" * 64)
+    def refuse(self, rank: int, spec: str = "1") -> str:
+        """Connect as a rank, of another spec unless `spec` is 0; return the reason why it is refused."""
+        hello = dataclasses.replace(self.own, rank=rank, nonce=f"nonce{rank}", pid=rank, spec=spec * 64)
         with pytest.raises(PreflightError) as refused:
             ask_rank_0(["127.0.0.1"], hello, [self.port], time.monotonic() + 10 * PATIENCE, "")
         return refused.value.message
@@ -65,6 +66,27 @@ def test_rank_0_ends_once_every_rank_was_refused(listener: socket.socket, monkey
     assert gang.ends()
     assert refused == gang.errors * 2
     assert "rank 1" in refused[0]
+
+
+def test_a_rank_that_arrives_together_with_one_that_does_not_match_has_the_same_reason(
+    listener: socket.socket, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rank_server, "LINGER_S", 1.0)
+    take_turn = RankServer.take_turn
+
+    def take_turns_until_both_are_here(server: RankServer) -> Any:
+        found = take_turn(server)
+        while len(found) < 2:
+            found += take_turn(server)
+        monkeypatch.setattr(RankServer, "take_turn", take_turn)
+        return sorted(found, key=lambda each: each.introduction.rank)
+
+    monkeypatch.setattr(RankServer, "take_turn", take_turns_until_both_are_here)
+    gang = Gang(listener, 3)
+    with ThreadPoolExecutor() as pool:
+        refused = list(pool.map(gang.refuse, (1, 2), ("1", "0")))
+    assert gang.ends()
+    assert refused == gang.errors * 2
 
 
 def test_rank_0_sleeps_while_it_waits_for_late_ranks(listener: socket.socket, monkeypatch: pytest.MonkeyPatch) -> None:
