@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
-# Without --no-compile pip would compile one file after the other, and all tests of the packages: most of the installation.
+# pip would compile one file after the other, most of the time of an installation. compileall takes all cores, and leaves
+# out the packages' own tests.
 INSTALL = $(BIN)/python -m pip install --quiet --no-compile --constraint constraints.txt
 COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/site-packages/.*/tests?/' $(VENV)/lib || true
 SEED ?= 1

@@ -160,7 +160,10 @@ class Participants(Generic[_T]):
 
 
 def refuse(connection: Connection, error: ClusterddpError) -> None:
-    """Send a client the reason why it is refused, and close the connection: it would wake the selector for ever."""
+    """Send a client the reason why it is refused, and close the connection.
+
+    Left open it would wake the selector again and again once the client is gone.
+    """
     connection.send(refusal(error))
     flush_all([connection], _FLUSH_S)
     connection.close()

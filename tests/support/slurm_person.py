@@ -29,13 +29,13 @@ print("sum", total.item(), "over", os.environ["GLOO_SOCKET_IFNAME"], flush=True)
 while True:
     dist.all_reduce(torch.zeros(1))
     time.sleep(0.02)
-    if rank == dist.get_world_size() - 1 and os.path.exists(sys.argv[1]):
+    if rank == 5 and os.path.exists(sys.argv[1]):
         how = open(sys.argv[1]).read()
         if how == "raise":
             raise ValueError("the loss is nan")
         os.kill(os.getpid(), signal.SIGKILL)
 """
-"""A gang that reduces until a file asks the last rank to raise or to be killed."""
+"""A gang that reduces until a file asks rank 5 to raise or to be killed."""
 
 
 @dataclass(kw_only=True)

@@ -31,7 +31,7 @@ GANG = """\
 name: gang
 launcher: slurm
 device: cpu
-resources: {{nodes: 2, procs_per_node: 2, cpus_per_task: 1, time: "0:10:00"}}
+resources: {{nodes: 2, procs_per_node: 3, cpus_per_task: 1, time: "0:10:00"}}
 snapshot: false
 entry: {{script: gang.py, args: [{word}]}}
 """
@@ -101,7 +101,7 @@ def start_gang(rack: Rack) -> tuple[SlurmPerson, RunDir]:
     (place.path / "gang.py").write_text(ALL_REDUCE)
     run = place.submit(GANG.format(word=place.path / "word"))
     deadline = time.monotonic() + 200
-    logs = [run.attempt(0).stdout(rank) for rank in range(4)]
+    logs = [run.attempt(0).stdout(rank) for rank in range(6)]
     while not all(log.exists() and "over eth0" in log.read_text() for log in logs):
         assert time.monotonic() < deadline, place.status(run)
         time.sleep(0.1)
@@ -127,7 +127,7 @@ def test_a_rank_that_fails_ends_the_job_and_is_named(rack, how, exit_code, words
     place, run = start_gang(rack)
     (place.path / "word").write_text(how)
     cause = assert_all_over(place, run, time.monotonic())
-    assert (cause["rank"], cause["host"], cause["exit_code"]) == (3, "node2", exit_code)
+    assert (cause["rank"], cause["host"], cause["exit_code"]) == (5, "node2", exit_code)
     assert words in str(cause["error"])
     wait_until(lambda: place.queue() == [], ENDS_WITHIN_S, patience=1)
 
@@ -136,8 +136,8 @@ def test_a_host_that_loses_power_ends_the_job_and_is_named(rack):
     place, run = start_gang(rack)
     rack.power_off("node2")
     cause = assert_all_over(place, run, time.monotonic(), within_s=HOST_ENDS_WITHIN_S)
-    assert (cause["rank"], cause["host"]) == (2, "node2")
-    assert "ranks 2-3" in str(cause["error"])
+    assert (cause["rank"], cause["host"]) == (3, "node2")
+    assert "ranks 3-5" in str(cause["error"])
 
 
 def test_the_first_host_that_loses_power_ends_the_job_and_is_named(rack):
@@ -145,7 +145,7 @@ def test_the_first_host_that_loses_power_ends_the_job_and_is_named(rack):
     rack.power_off("node1")
     cause = assert_all_over(place, run, time.monotonic(), within_s=HOST_ENDS_WITHIN_S)
     assert (cause["rank"], cause["host"]) == (0, "node1")
-    assert "ranks 0-1" in str(cause["error"])
+    assert "ranks 0-2" in str(cause["error"])
 
 
 TRAIN_ALONE = """\
