@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import gc
 import importlib
 import os
 import sys
@@ -158,18 +157,6 @@ def cli(ctx: click.Context, *, no_color: bool, debug: bool) -> None:
     terminal.debug = terminal.debug or debug
     terminal.no_color = terminal.no_color or no_color
     ctx.color = terminal.color
-
-
-def start() -> int:
-    """Run the command line as the whole of this process; return the exit code.
-
-    The imports make objects that live to the end. The garbage collector would visit them again and again, which takes
-    a tenth of the processor time of a short command.
-    """
-    gc.set_threshold(50_000)
-    exit_code = main()
-    gc.freeze()
-    return exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

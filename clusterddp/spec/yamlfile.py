@@ -202,7 +202,7 @@ _GLUED = re.compile(r"\s*(?P<key>[A-Za-z_][\w.-]*):[^\s:/]")
 """A key and its value without a space between them, which YAML reads as one text."""
 _LINES_BEFORE = 5
 _NO_SPACE = "a space is missing after the colon"
-_NODELIST = re.compile(r"[\w.-]*\w\[\d[\d,-]*(?P<close>\]?)")
+_NODELIST = re.compile(r"(?<![\w.-])[\w.-]*\w\[\d[\d,-]*(?P<close>\]?)")
 _IN_FLOW = " in a list or a mapping in one line"
 _ONE_DOCUMENT = "expected keys and values of one document"
 _UNCLOSED_QUOTE = "a quote is opened and never closed"

@@ -37,7 +37,24 @@ resources: {nodes: 2, procs_per_node: 2}
 entry: {script: train.py, args: ["0", none]}
 """
 FAILS = 'entry.args=["0", "3"]'
+ZERO_FAILS = 'entry.args=["0", "0"]'
 LASTS = 'entry.args=["60", none]'
+INTERRUPTED = """\
+import signal, sys, time
+from clusterddp.__main__ import start
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name == "clusterddp.spec.load":
+            try:
+                signal.raise_signal(signal.SIGINT)
+            except KeyboardInterrupt:
+                pass
+            time.sleep({lasts_s})
+
+sys.meta_path.insert(0, Finder())
+sys.exit(start())
+"""
 
 
 @pytest.fixture
@@ -151,7 +168,7 @@ def test_cancel_goes_on_after_a_name_that_is_none(place: Path) -> None:
 
 
 def test_following_shows_rank_zero_and_exits_with_how_the_run_ended(place: Path) -> None:
-    done = clusterddp(place, "submit", "job.yaml", FAILS, "-f")
+    done = clusterddp(place, "submit", "job.yaml", ZERO_FAILS, "-f")
     assert done.returncode == 5
     assert done.stdout.splitlines()[:2] == [newest(place).name, "rank 0 of 4"]
 
@@ -182,6 +199,19 @@ def test_ctrl_c_does_not_stop_the_run_and_prints_how_to_cancel(place: Path) -> N
     assert child.exitstatus == 130
     assert json.loads(clusterddp(place, "status", "-o", "json").stdout)["state"] == "RUNNING"
     assert clusterddp(place, "cancel", name).returncode == 0
+
+
+@pytest.mark.parametrize("lasts_s", [0, 60])
+def test_ctrl_c_is_not_lost_in_an_import_that_drops_exceptions_or_lasts(place: Path, lasts_s: int) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", INTERRUPTED.format(lasts_s=lasts_s), "submit", "job.yaml"],
+        cwd=place,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE * 30,
+        check=False,
+    )
+    assert (done.returncode, list_runs(place / "runs")) == (130, []), done.stderr
 
 
 def test_a_bar_is_drawn_on_a_terminal_and_lines_elsewhere(place: Path) -> None:
@@ -303,7 +333,7 @@ def test_resume_is_the_next_attempt_of_the_same_run(place: Path) -> None:
 
 
 def test_following_prints_a_restart(place: Path) -> None:
-    done = clusterddp(place, "submit", "job.yaml", FAILS, "restarts=1", "-f")
+    done = clusterddp(place, "submit", "job.yaml", ZERO_FAILS, "restarts=1", "-f")
     assert done.returncode == 5
     assert done.stdout.splitlines().count("rank 0 of 4") == 2
     assert f"attempt 1 of {newest(place).name} starts\n" in done.stderr
