@@ -21,6 +21,7 @@ from clusterddp.system.files import read_json, read_jsonl
 from tests.support.slurm_runs import make_slurm_run, start_run
 from tests.support.ssh_kill_kinds import LAN, NODES
 from tests.support.ssh_place import ssh_place_on
+from tests.support.ssh_traces import command_of
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
@@ -188,9 +189,7 @@ def _suspend(rack: Rack, run: RunDir, outage: Outage, job: str) -> Iterator[None
 
 
 def _is_supervisor(pid: int) -> bool:
-    with contextlib.suppress(OSError), open(f"/proc/{pid}/cmdline", "rb") as file:
-        return b"clusterddp.node.supervisor" in file.read()
-    return False
+    return b"clusterddp.node.supervisor" in command_of(pid)
 
 
 _STRIKES: dict[str, Callable[[Rack, RunDir, Outage, str], contextlib.AbstractContextManager[None]]] = {

@@ -8,7 +8,6 @@ import re
 import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from clusterddp.ranks.environment import COOKIE
 from tests.support.bare_python import lay_out
 from tests.support.ssh_place import SshPlace
+from tests.support.ssh_traces import command_of
 from tests.support.waiting import wait_until
 from tests.testbed.gpus import fit_gpus, occupy_gpu, remove_gpus
 from tests.testbed.network import block_ports, open_ports
@@ -238,21 +238,14 @@ def test_a_trial_ends_with_the_doctor(doctor: Doctor) -> None:
         wait_until(lambda: len(trials()) == 2, 60)
     finally:
         for pid in doctor.place.rack.pids("head"):
-            if b"doctor\0job.yaml" in command_line(pid):
+            if b"doctor\0job.yaml" in command_of(pid):
                 os.kill(pid, 9)
         asking.communicate(timeout=240)
     wait_until(lambda: trials() == [], 20)
 
 
 def is_trial(pid: int) -> bool:
-    return b"clusterddp.train.host_trial" in command_line(pid)
-
-
-def command_line(pid: int) -> bytes:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes()
-    except OSError:
-        return b""
+    return b"clusterddp.train.host_trial" in command_of(pid)
 
 
 def test_hosts_may_be_named_on_the_command_line(doctor: Doctor) -> None:

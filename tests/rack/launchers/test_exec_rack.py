@@ -12,6 +12,7 @@ import pytest
 from clusterddp.run.directory import RunDir
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace, send
+from tests.support.ssh_traces import command_of
 from tests.support.typist import typing_into
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
@@ -100,7 +101,7 @@ def check_shell(place: Place, run: RunDir) -> None:
 def cut_connections(place: SshPlace, node: str) -> None:
     """Kill the processes of sshd that serve connections."""
     for pid in place.rack.pids(node):
-        if Path(f"/proc/{pid}/cmdline").read_bytes().startswith(b"sshd: root@"):
+        if command_of(pid).startswith(b"sshd: root@"):
             os.kill(pid, signal.SIGKILL)
 
 

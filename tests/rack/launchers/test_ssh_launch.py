@@ -15,6 +15,7 @@ from clusterddp.run.find import list_runs
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.system.files import read_json, write_json
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
+from tests.support.ssh_traces import command_of
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.rack import Rack
 
@@ -275,16 +276,8 @@ def test_a_detached_run_does_not_notice_the_end_of_its_launcher(lan: Rack) -> No
         )
         run = place.submit(SPEC + "entry: {script: wait.py}\n")
         await_started(place, run)
-        sessions = [pid for pid in lan.pids("node1") if b"sshd: root" in read_command(pid)]
+        sessions = [pid for pid in lan.pids("node1") if b"sshd: root" in command_of(pid)]
         for pid in sessions:
             os.kill(pid, signal.SIGKILL)
         assert await_end(place, run).outcome == "COMPLETED"
         assert place.host_run_dir("node2", run).attempt(0).stdout(3).read_text().endswith("59\n")
-
-
-def read_command(pid: int) -> bytes:
-    try:
-        with open(f"/proc/{pid}/cmdline", "rb") as file:
-            return file.read()
-    except OSError:
-        return b""

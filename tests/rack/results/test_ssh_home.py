@@ -15,6 +15,7 @@ import pytest
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
+from tests.support.ssh_traces import command_of
 from tests.support.waiting import wait_until
 from tests.testbed.plan import RackPlan
 from tests.testbed.rack import running_rack
@@ -263,9 +264,5 @@ def python(place: SshPlace) -> list[str]:
 def kill_sessions(place: SshPlace, node: str) -> None:
     """End the connections to a node, as a network that resets them does."""
     for pid in place.rack.pids(node):
-        try:
-            command = Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            continue
-        if b"sshd: root" in command:
+        if b"sshd: root" in command_of(pid):
             subprocess.run(["kill", "-9", str(pid)], check=False)
