@@ -9,14 +9,14 @@ import sys
 import time
 from types import FrameType
 
-_HOLDS = re.compile(r"^<frozen importlib\.|/pydantic/")
-"""Files whose functions an interrupt would break."""
+_NOT_INSIDE = re.compile(r"^<frozen importlib\.|/(site|dist)-packages/pydantic/")
+"""The files of functions that KeyboardInterrupt would break."""
 _RETRY_S = 0.02
 _LONGEST_S = 2.0
 
 
 class _Interrupt:
-    """Ctrl-C raises KeyboardInterrupt, but not inside of an import or of pydantic: it waits for their end, at most 2 s.
+    """Ctrl-C raises KeyboardInterrupt, but inside of an import or of pydantic only at its end, or after 2 s.
 
     Code that makes classes and pydantic turn the exception into errors of their own, and callbacks of the import system
     drop it: the command would report a bug, or go on and start what the user did not want any more.
@@ -24,23 +24,24 @@ class _Interrupt:
 
     def __init__(self) -> None:
         self._since: float | None = None
+        """When the interrupt that waits came, in seconds of the monotonic clock."""
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        """Handle SIGINT, and SIGALRM, which asks again."""
-        if number == signal.SIGALRM and self._since is None:  # the interrupt has been raised
+        """Handle SIGINT, and SIGALRM, by which an interrupt that waits is tried again."""
+        if number == signal.SIGALRM and self._since is None:  # it has been raised
             return
         now = time.monotonic()
         self._since = self._since or now
-        if _is_held(frame) and now - self._since < _LONGEST_S:
+        if _must_wait(frame) and now - self._since < _LONGEST_S:
             signal.setitimer(signal.ITIMER_REAL, _RETRY_S)
             return
         self._since = None
         raise KeyboardInterrupt
 
 
-def _is_held(frame: FrameType | None) -> bool:
+def _must_wait(frame: FrameType | None) -> bool:
     while frame is not None:
-        if _HOLDS.search(frame.f_code.co_filename):
+        if _NOT_INSIDE.search(frame.f_code.co_filename):
             return True
         frame = frame.f_back
     return False
