@@ -13,7 +13,7 @@ import click
 
 from clusterddp import __version__
 from clusterddp.cli.terminal import HELP_OPTIONS, Terminal, say, say_error, writing_stdout
-from clusterddp.errors import ClusterddpError, SpecError
+from clusterddp.errors import ClusterddpError, SpecError, UsageError
 
 _COMMANDS = {
     "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
@@ -50,6 +50,9 @@ _COMMANDS = {
     "completion": ("setup", "Settings", "print the completion script of a shell"),
 }
 """Command -> its module in this package, the group in `--help`, what it does."""
+
+_REMOVED: dict[str, str] = {}
+"""Command that earlier versions had -> what to type instead, in one sentence for a hint."""
 
 WITHOUT_JSON = {
     "demo": "its run is one like any other: `status -o json` has it",
@@ -121,6 +124,8 @@ class CommandIndex(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click's own "did you mean" looks only at commands that were imported.
+        if args[0] in _REMOVED:
+            raise UsageError(f'the command "{args[0]}" was removed', hint=_REMOVED[args[0]])
         if args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             matches = difflib.get_close_matches(args[0], _COMMANDS, n=1)
             question = f' Did you mean "{matches[0]}"?' if matches else ""

@@ -31,6 +31,9 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
 }
 _Model = TypeVar("_Model", bound=BaseModel)
+_REMOVED: dict[tuple[str, str], str] = {}
+"""(dotted key, value) that earlier versions had -> what to use instead, in one sentence for a hint."""
+
 _KINDS = {"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a list", "list_type": "a list"}
 
 
@@ -123,7 +126,9 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
         name, bound = _BOUNDS[kind]
         return f"found {found}, expected {bound} {float(context[name]):.12g}", None
     if kind == "literal_error":
-        return _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
+        message, hint = _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
+        written = node.text if isinstance(node, Scalar) else ""
+        return message, _REMOVED.get((".".join(map(str, detail["loc"])), written), hint)
     if kind in _KINDS:
         text = node.text if isinstance(node, Scalar) else ""
         simple = _KINDS[kind] == "a list" and re.fullmatch(r"[\w./=-]{1,40}( [\w./=-]{1,40}){0,9}", text)

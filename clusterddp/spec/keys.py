@@ -43,6 +43,9 @@ _SYNONYMS = {
     "slurm",
 )  # fmt: skip
 
+_REMOVED: dict[str, str] = {}
+"""Dotted key that earlier versions had -> what to use instead, in one sentence for a hint."""
+
 _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
 
@@ -146,6 +149,9 @@ def _renamed(tree: Mapping, spell: Callable[[str], str], path: tuple[str, ...], 
 
 def _unknown_key(written: str, model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, str | None]:
     """Return message and hint for an unknown key, with the key that the user probably means."""
+    removed = _REMOVED.get(".".join((*path, written)))
+    if removed:
+        return "this key was removed", removed
     if written in _HOSTFILES:
         return "unknown key", "--hostfile FILE reads the hosts of a file"
     here = closest(written, spellings(model))
