@@ -26,7 +26,6 @@ NAMES = (
     "rack",
     "slurm",
     "worker_rack",
-    "start_torchrun_rack",
     "doctor_rack",
     "entry_rack",
     "storage_rack",

@@ -16,7 +16,6 @@ from clusterddp.errors import ClusterddpError
 FIRST_PORT = 10_000
 LAST_PORT = 31_999
 """Below Linux's ephemeral ports (32768 and up), which any outgoing connection may take."""
-LAST_OF_ALL = 65_535
 BACKLOG = 4096
 """Connections of ranks that come before rank 0; Linux's own limit (net.core.somaxconn) as a rule."""
 _TRIES = 512

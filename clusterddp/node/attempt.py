@@ -160,13 +160,11 @@ class Attempt:
     def warn_of_apart(self, end: AttemptEnd, address: str, port: int) -> str:
         """Return a warning where ranks on several hosts ended well and none has connected to the master.
 
-        Ranks that meet by a file, and torchrun's, which meet at its agents, make no such connection.
+        Ranks that meet by a file make no such connection.
         """
         gang = self._gang
         on_one_host = len({node.host for node in gang.nodes}) == 1
-        if end.outcome != "COMPLETED" or self.connected or on_one_host:
-            return ""
-        if gang.entry.init == "file" or gang.start == "torchrun":
+        if end.outcome != "COMPLETED" or self.connected or on_one_host or gang.entry.init == "file":
             return ""
         num_ranks = gang.num_ranks
         return f"no rank connected to {address}:{port}; each of the {num_ranks} ranks may have trained alone"

@@ -15,7 +15,7 @@ from clusterddp.node.failure import Failure
 from clusterddp.node.log import log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
-from clusterddp.ranks.environment import STOP_FILE, node_cookies
+from clusterddp.ranks.environment import STOP_FILE, rank_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.cleanup import end_processes
@@ -142,7 +142,7 @@ class Ending:
 
     def clean_up(self, lost: Iterable[int]) -> None:
         """End what is left on this host of lost nodes: one may have run here, its guard killed too."""
-        cookies = node_cookies(self._gang.token, *lost)
+        cookies = rank_cookies(self._gang.token, *lost)
         if cookies:
             end_processes(*cookies, timeout_s=3.0)
 

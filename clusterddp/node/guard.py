@@ -29,7 +29,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.helpers import notify_here, send_end
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
-from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment, node_cookies
+from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment, rank_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
@@ -96,8 +96,8 @@ class Facts:
 
     @property
     def cookies(self) -> tuple[str, ...]:
-        """The cookies of this node's ranks and torchrun, and of the other nodes' when this is the head."""
-        return node_cookies(self.token, self.node_rank, *self.other_nodes)
+        """The cookies of this node's ranks, and of the other nodes' when this is the head."""
+        return rank_cookies(self.token, self.node_rank, *self.other_nodes)
 
 
 class Guard:
@@ -202,7 +202,7 @@ def read_facts(pass_on: int | None = None) -> Facts | None:
 
 def clean_up(facts: Facts, what_happened: str) -> None:
     """End the ranks of a node without its supervisor and complete their records; for the head, record the end."""
-    left = end_processes(*node_cookies(facts.token, facts.node_rank), timeout_s=5.0)
+    left = end_processes(*rank_cookies(facts.token, facts.node_rank), timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
         _complete_rank_records(facts)
     if not facts.is_head:

@@ -189,7 +189,8 @@ class Head:
         networks = self.nodes.faster_networks(self._rendezvous.address)
         order = self._rendezvous.start_order(attempt.number, self._restarts.before(attempt), networks)
         for node in gang.nodes:
-            self._send(node.node_rank, order | self._rendezvous.listeners if node is gang.nodes[0] else order)
+            listener = {"listener": self._rendezvous.listener} if node is gang.nodes[0] else {}
+            self._send(node.node_rank, order | listener)
 
     def _record_start(self, now: float) -> None:
         error = self._start.write(now, last_try=self._ending is not None)

@@ -75,29 +75,6 @@ def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] 
     return _take_over(process), writer, ready
 
 
-def start_agent(
-    words: tuple[str, ...], *, environment: dict[str, str], cwd: Path, log: Path, listener: int | None = None
-) -> int:
-    """Start torchrun's agent, `python WORDS`, in a session of its own; it ends with the calling process.
-
-    It ignores the signals that users and Slurm send to stop a run; the ranks handle them.
-    Raises: OSError: no process, no memory, no space.
-    """
-    with _append_to(log) as out:
-        process = subprocess.Popen(
-            [sys.executable, *words],
-            stdin=subprocess.DEVNULL,
-            stdout=out,
-            stderr=out,
-            cwd=cwd,
-            env=environment | _named(listener),
-            start_new_session=True,
-            pass_fds=_given(listener),
-            preexec_fn=_become_agent,  # noqa: PLW1509  a supervisor has one thread
-        )
-    return _take_over(process)
-
-
 def start_fork_server(
     run_dir: Path, *, environment: dict[str, str], log: int, listener: int | None = None
 ) -> tuple[int, socket.socket]:
@@ -197,12 +174,6 @@ def _named(listener: int | None) -> dict[str, str]:
 
 def _given(listener: int | None) -> tuple[int, ...]:
     return () if listener is None else (listener,)
-
-
-def _become_agent() -> None:
-    die_with_parent()
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
 
 
 def _take_over(process: subprocess.Popen[bytes]) -> int:

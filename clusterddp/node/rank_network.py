@@ -21,7 +21,7 @@ from clusterddp.network.interface import (
     named_interface,
     read_links,
 )
-from clusterddp.network.port import LAST_OF_ALL, hold_port, reserve_port
+from clusterddp.network.port import hold_port, reserve_port
 from clusterddp.network.socket_links import names_in
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.gang import Gang, Node
@@ -33,12 +33,9 @@ class Rendezvous:
     def __init__(self, gang: Gang, seed: str) -> None:
         self.address = gang.master_addr
         self.port = 0
-        self.agent_port: int | None = None
-        """Where torchrun's agents meet, from the first attempt to the last; None: torchrun starts no ranks."""
         self._gang = gang
         self._seed = seed
         self._holder: socket.socket | None = None
-        self._agents_holder: socket.socket | None = None
 
     def open(self, attempt: int, reached: Mapping[int, str]) -> None:
         """Choose address and port for an attempt; `reached`: at which address each node has reached the head.
@@ -52,35 +49,22 @@ class Rendezvous:
         else:
             self.port = self._gang.master_port
             self._holder = hold_port(self.port, listening=self._listens)
-        if self._gang.start == "torchrun" and self.agent_port is None:
-            self._open_for_agents()
 
     def start_order(self, attempt: int, restart: int, networks: object) -> Message:
-        """Return the order to start the ranks of an attempt; node 0's also needs `listeners`."""
+        """Return the order to start the ranks of an attempt; node 0's also needs `listener`."""
         return {
             "kind": "start",
             "attempt": attempt,
             "restart": restart,
             "master_addr": self.address,
             "master_port": self.port,
-            "agent_port": self.agent_port,
             "networks": networks,
         }
-
-    @property
-    def listeners(self) -> Message:
-        """The descriptors that node 0 passes to rank 0 and to its torchrun agent."""
-        return {"listener": self.listener, "agents_listener": self.agents_listener}
 
     @property
     def listener(self) -> int | None:
         """The socket that listens at the port, for rank 0 to take over; None: rank 0 binds the port itself."""
         return self._holder.fileno() if self._listens and self._holder is not None else None
-
-    @property
-    def agents_listener(self) -> int | None:
-        """The socket that listens at the agents' port, for node 0's agent."""
-        return self._agents_holder.fileno() if self._agents_holder is not None else None
 
     @property
     def _listens(self) -> bool:
@@ -91,13 +75,6 @@ class Rendezvous:
         if self._holder is not None:
             self._holder.close()
             self._holder = None
-
-    def _open_for_agents(self) -> None:
-        if self._gang.master_port is None:
-            self._agents_holder, self.agent_port = reserve_port(f"{self._seed}:torchrun", listening=True)
-        else:  # a neighbour, because a firewall often opens a range of ports
-            neighbour = self._gang.master_port + (1 if self._gang.master_port < LAST_OF_ALL else -1)
-            self._agents_holder, self.agent_port = hold_port(neighbour, listening=True), neighbour
 
 
 def choose_address(gang: Gang, reached: Mapping[int, str]) -> str:

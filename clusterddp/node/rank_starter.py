@@ -1,6 +1,6 @@
 """Starts and signals a node's ranks, and reports how they ended; here as children of the supervisor.
 
-Other rank starters: Slurm's tasks (tasks.py) and torchrun's agent (torchrun.py).
+The other rank starter: Slurm's tasks (tasks.py).
 """
 
 from __future__ import annotations
@@ -38,10 +38,6 @@ class Launch:
     preload: Preload
     listener: int | None = None
     """The socket at the master port, for rank 0."""
-    agent_port: int | None = None
-    """The port of the rendezvous of torchrun's agents on node 0, if torchrun starts the ranks."""
-    agents_listener: int | None = None
-    """The socket that listens at that port, on node 0."""
 
     def values(self) -> dict[str, str]:
         """Return the variables as an environment has them."""
@@ -287,6 +283,4 @@ def plan_launch(
         stderr=attempt.stderr(rank),
         preload=preload,
         listener=order.get("listener") if rank == 0 else None,
-        agent_port=order.get("agent_port"),
-        agents_listener=order.get("agents_listener"),
     )

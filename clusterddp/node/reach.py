@@ -32,12 +32,10 @@ LINK_PORTS = 16
 
 
 def open_tasks(order: SupervisorOrder, selector: selectors.BaseSelector) -> Tasks | None:
-    """Listen for the tasks of this node, with torchrun one; None: the run has no tasks."""
+    """Listen for Slurm's tasks on this node; None: the run has no tasks."""
     if order.tasks is None:
         return None
-    listener = socket.socket(fileno=order.tasks)
-    ranks = order.node.ranks if order.gang.start == "ranks" else (order.node.node_rank,)
-    return Tasks(listener, ranks, order.node.host, selector)
+    return Tasks(socket.socket(fileno=order.tasks), order.node.ranks, order.node.host, selector)
 
 
 def reach_head(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-import runpy
 import socket
 import sys
 from importlib.machinery import ModuleSpec
@@ -20,8 +19,6 @@ from typing import Any
 
 from clusterddp.ranks.environment import LISTENER_FD
 
-WITH_LISTENER = "clusterddp.node.store_listener"
-"""The module that `python -m MODULE ARGUMENTS` runs as `python -m clusterddp.node.store_listener MODULE ARGUMENTS`."""
 _MODULE = "torch.distributed"
 _TAKES_FD = 3
 """The position of `master_listen_fd` among the arguments after `is_master`."""
@@ -100,14 +97,3 @@ def _wrap_store(module: ModuleType, listener: socket.socket) -> None:
         original(self, host_name, port, world_size, is_master, *rest, **named)
 
     store.__init__ = take_listener
-
-
-def main() -> None:
-    """Run a module of torch, such as torchrun's agent, whose store takes the listener."""
-    give_listener_to_torch()
-    del sys.argv[0]
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-
-
-if __name__ == "__main__":
-    main()

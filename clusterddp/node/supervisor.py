@@ -15,7 +15,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
   (error, weight; rank: when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to
   the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress),
   `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see node_usage.py).
-* Orders: `start` (attempt, restart, master_addr, master_port, agent_port; networks: those of NCCL's sockets), `stop`
+* Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `stop`
   (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `usage` (asked, most), `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.
 * Without a number (peer.py): `join`, here with port; `join_again` (node_rank, session, received); the answer to both,
@@ -46,7 +46,6 @@ from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, r
 from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children
 from clusterddp.node.reach import open_tasks, reach_head
-from clusterddp.node.torchrun import Torchrun
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.supervisors import SupervisorOrder
@@ -105,7 +104,8 @@ class Supervisor:
         environment = inherited_environment()
         self._clock = Clock()
         self._tasks = open_tasks(order, self._selector)
-        self._children = self._make_rank_starter(environment)
+        ours = order.gang.entry.target.startswith("clusterddp.")
+        self._children = Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
         rank_starter = self._children or self._tasks
         assert rank_starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
@@ -131,13 +131,6 @@ class Supervisor:
             report=self.uplink.report,
             spared=lambda: frozenset([guard.pid, *self._helpers.pids]),
         )
-
-    def _make_rank_starter(self, environment: dict[str, str]) -> Children | Torchrun | None:
-        """Return what starts the ranks in this process; None: Slurm's tasks start them."""
-        if self._order.gang.start == "torchrun":
-            return Torchrun(self._order, environment, self._selector, self._tasks, self._clock)
-        ours = self._order.gang.entry.target.startswith("clusterddp.")
-        return Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
 
     def _make_failover(self, environment: dict[str, str]) -> HeadFailover | LossRecorder | None:
         """Return what acts when the head is lost; None: this is the head, or on the head's host."""
@@ -193,11 +186,6 @@ class Supervisor:
     @property
     def _polls_fast(self) -> bool:
         return self._ranks.polls_fast or self.uplink.polls_fast
-
-    def end_torchrun(self, exit_code: int) -> None:
-        """End torchrun and its processes, where it has started the ranks."""
-        if isinstance(self._children, Torchrun):
-            self._children.end(exit_code)
 
     def dismiss_tasks(self, exit_code: int) -> None:
         """Let Slurm's tasks exit, once the helpers have; from then on Slurm may end this process at any moment."""
@@ -275,8 +263,6 @@ def main() -> int:
         log_line(error.message if isinstance(error, ClusterddpError) else traceback.format_exc())
         exit_code = 1
         _end_after_error(order, guard, supervisor, error)
-    if supervisor is not None:
-        supervisor.end_torchrun(exit_code)
     guard.dismiss()
     if supervisor is not None:
         supervisor.dismiss_tasks(exit_code)

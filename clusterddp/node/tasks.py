@@ -1,7 +1,5 @@
 """The supervisor's side of Slurm's tasks: each task starts its own rank, so that Slurm's binding holds for the rank.
 
-A process that torchrun starts for a rank (torchrun_rank.py) is a task, too.
-
 A task and its supervisor exchange JSON over an abstract unix socket of their host, one message a packet. The task sends
 `here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode). The supervisor sends
 `start` (run_dir, variables, unless, stdout, stderr; with rank 0's the socket that listens at the master port), `signal`
@@ -23,7 +21,7 @@ from typing import Any
 
 from clusterddp.node.log import log_line
 from clusterddp.node.rank_starter import Ended, Launch, Lost, Started, Update
-from clusterddp.node.taskwire import MAX_PACKET, peer_of
+from clusterddp.node.task import MAX_PACKET, peer_of
 from clusterddp.ranks.environment import GPU, USERS
 from clusterddp.rendezvous.acceptor import Acceptor, Refusals
 
@@ -42,13 +40,9 @@ class Tasks:
         ranks: Sequence[int],
         host: str,
         selector: selectors.BaseSelector,
-        *,
-        what: str = "task",
     ) -> None:
-        """`what`: how messages name a task."""
         self._ranks = tuple(ranks)
         self._host = host
-        self._what = what
         self._selector = selector
         self._acceptor = Acceptor(listener, selector)
         self._refusals = Refusals(log_line)
@@ -114,15 +108,6 @@ class Tasks:
                     task.sock.settimeout(1.0)
                     task.sock.send(json.dumps({"kind": "leave", "exit_code": exit_code}).encode())
 
-    def release(self, exit_code: int) -> None:
-        """Let all tasks exit as `dismiss` does, and wait for new ones."""
-        self.dismiss(exit_code)
-        for task in self._tasks.values():
-            if task.sock is not None:
-                self._selector.unregister(task.sock)
-                task.sock.close()
-        self._tasks.clear()
-
     def withdraw(self) -> None:
         pass
 
@@ -187,7 +172,7 @@ class Tasks:
         self._updates.append(self._loss(task))
 
     def _loss(self, task: _Task) -> Lost:
-        who = f"the {self._what} of rank {task.rank} on {self._host} (pid {task.pid})"
+        who = f"the task of rank {task.rank} on {self._host} (pid {task.pid})"
         return Lost(task.rank, f"{who} was killed; the rank ended with it")
 
 

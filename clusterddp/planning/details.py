@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 
 from clusterddp.planning.command_lines import local_task_command, rank_command
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan
 from clusterddp.planning.ssh.plan import SshPlan
-from clusterddp.ranks.torchrun import torchrun_arguments
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
@@ -64,7 +62,7 @@ def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str,
 def commands_started(
     gang: Gang, run_dir: Path, slurm: SlurmPlan | None, ssh: SshPlan | None, on_host: str
 ) -> tuple[tuple[str, ...], ...]:
-    """List the argv of all processes, in the order of their start: the launcher, supervisors, torchrun agents, a rank.
+    """List the argv of all processes, in the order of their start: the launcher, supervisors, a rank.
 
     `on_host`: the run's directory on the ranks' hosts.
     """
@@ -73,33 +71,10 @@ def commands_started(
 
         pythons = [node.python_words for node in ssh.hosts]
         supervisors = [(python, *SUPERVISOR_COMMAND[1:]) for python in pythons]
-        agents = [(python, *agent[1:]) for python, agent in zip(pythons, _agents(gang), strict=False)]
-        return ((constant_command(),), *supervisors, *agents, (pythons[0], *rank_command(Path(on_host))[1:]))
+        return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(on_host))[1:]))
     supervisors = [SUPERVISOR_COMMAND for _ in gang.nodes]
-    started = (*supervisors, *_agents(gang), rank_command(run_dir))
+    started = (*supervisors, rank_command(run_dir))
     if slurm:
         script = str(RunDir(run_dir).launcher_dir / SCRIPT)
         return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *started)
     return (local_task_command(run_dir, 0), *started)
-
-
-def _agents(gang: Gang) -> list[tuple[str, ...]]:
-    """Return the command of torchrun on each node if it starts the ranks; words stand for values of the start."""
-    if gang.start != "torchrun":
-        return []
-    return [
-        (
-            sys.executable,
-            *torchrun_arguments(
-                run=gang.run,
-                num_nodes=len(gang.nodes),
-                node_rank=node.node_rank,
-                num_ranks=len(node.ranks),
-                master_addr=gang.master_addr or "MASTER_ADDR",
-                port="PORT",
-                restarts=gang.restarts,
-            ),
-            "SOCKET",
-        )
-        for node in gang.nodes
-    ]

@@ -94,13 +94,10 @@ def explain(job: JobSpec) -> list[Origin]:
         on_cpu=True,
     )
     planned = {name: variable.origin for name, variable in rank_variables(settings).items()}
-    ours = dict(planned)
-    if job.start == "torchrun":
-        ours |= {name: f"{planned[name]}, which is torchrun's count" for name in _PLACE}
     return [
         Origin(launcher=title, variable=name, origin=_origin(name, origin, title, launcher))
         for title, launcher in COLUMNS
-        for name, origin in (planned if launcher else ours).items()
+        for name, origin in planned.items()
     ]
 
 

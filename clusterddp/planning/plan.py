@@ -207,7 +207,6 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
         interface=placement.interface,
         env=dict(job.env),
         restarts=job.restarts,
-        start=job.start,
         hang=job.hang,
         hang_after_s=float(job.hang_after.seconds) if job.hang_after else None,
         notify=notify_of(job),

@@ -76,11 +76,6 @@ def rank_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
     return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "x"))
 
 
-def node_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
-    """Return the cookies of the processes that end with their node: those of `rank_cookies`, its torchrun (`a2`)."""
-    return (*rank_cookies(token, *node_ranks), *(cookie(token, f"a{node_rank}") for node_rank in node_ranks))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSettings:
     """The values that the variables of one rank are computed from."""

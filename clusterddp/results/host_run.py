@@ -33,7 +33,7 @@ _RANK = re.compile(
     r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err|nccl))"
 )
 _LOG_TIMES = re.compile(r"attempts/(?P<attempt>\d+)/logs/node-(?P<node>\d+)\.times")
-_NODE_LOG = re.compile(r"launcher/(?:supervisor|torchrun)-(\d+)\.log")
+_NODE_LOG = re.compile(r"launcher/supervisor-(\d+)\.log")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

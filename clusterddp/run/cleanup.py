@@ -1,10 +1,9 @@
 """Find and end the processes of a run by the cookie in their environment.
 
 A cookie is `<token>.<role>`. The roles: `task` (the process that carries the run), `s2` (node 2's supervisor), `g2`
-(its guard), `n2` (node 2's ranks and their descendants), `x2` (commands beside them, node/exec_command.py), `a2` (its
-torchrun, if that starts the ranks), `w2` (ranks that another launcher started). A process keeps the environment that it
-was started with through a double fork, a new session or the death of its parent, and a pid that the kernel reuses does
-not match.
+(its guard), `n2` (node 2's ranks and their descendants), `x2` (commands beside them, node/exec_command.py), `w2` (ranks
+that another launcher started). A process keeps the environment that it was started with through a double fork, a new
+session or the death of its parent, and a pid that the kernel reuses does not match.
 """
 
 from __future__ import annotations

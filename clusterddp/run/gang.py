@@ -16,10 +16,8 @@ from clusterddp.ranks.environment import GPU, RankPlace, RankSettings, Variable,
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
-Start = Literal["ranks", "torchrun"]
 HangPolicy = Literal["report", "restart", "fail"]
 _MAX_SPAWNS = 4096
-_MIN_TORCHRUN_START_S = 180.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -143,8 +141,6 @@ class Gang:
     env: dict[str, str] = field(default_factory=dict)
     """The user's own variables for every rank; they override those of clusterddp."""
     restarts: int = 0
-    start: Start = "ranks"
-    """What the supervisor of a node starts: the ranks, or torchrun, which starts the ranks."""
     time_limit_s: float | None = None
     """Seconds that one attempt may last."""
     stop_lead_s: float = 60.0
@@ -170,11 +166,6 @@ class Gang:
         It hangs in the kernel, where a GPU driver frees its memory; the driver does that for eight ranks in turn.
         """
         return 6.0 if self.on_cpu else 30.0
-
-    @property
-    def torchrun_start_s(self) -> float:
-        """Seconds that torchrun may take to start the ranks: it imports torch and waits for the other nodes' agents."""
-        return max(_MIN_TORCHRUN_START_S, self.start_timeout_s)
 
     @property
     def world_size(self) -> int:

@@ -192,7 +192,7 @@ def _answered_by(family: list[_Carrier], ours: Collection[int]) -> str | None:
 
 
 def _spell(carrier: _Carrier) -> str:
-    word = {"s": "supervisor", "g": "guard", "a": "torchrun"}.get(carrier.role[:1], carrier.role)
+    word = {"s": "supervisor", "g": "guard"}.get(carrier.role[:1], carrier.role)
     return f"{word} {carrier.process.pid}"
 
 

@@ -177,7 +177,6 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
         yield from entry_conflicts(job.entry)
     if job.train is not None:
         yield from train_conflicts(job.train, job)
-    yield from _start_conflicts(job)
     yield from _size_conflicts(job)
     yield from _network_conflicts(job)
     yield from _device_conflicts(job)
@@ -185,15 +184,6 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
     yield from notify_conflicts(job)
-
-
-def _start_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    if job.start == "torchrun" and job.entry is not None and job.entry.owns_ranks:
-        yield Conflict(
-            keys=("start", "entry.owns_ranks"),
-            message="torchrun starts the ranks, and so does a program that owns its ranks",
-            hint="~start, or entry.owns_ranks=false",
-        )
 
 
 def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:

@@ -43,21 +43,26 @@ _SYNONYMS = {
     "slurm",
 )  # fmt: skip
 
-_REMOVED: dict[str, str] = {}
+_REMOVED: dict[str, str] = {
+    "start": "leave it out, and clusterddp starts the ranks; to have torchrun start them: "
+    "entry: {command: [torchrun, train.py], owns_ranks: true}",
+}
 """Dotted key that earlier versions had -> what to use instead, in one sentence for a hint."""
 
 _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
 
 def with_one_spelling(
-    tree: Mapping, model: type[BaseModel] = JobSpec, path: tuple[str, ...] = ()
+    tree: Mapping, model: type[BaseModel] = JobSpec, path: tuple[str, ...] = (), *, stored: bool = False
 ) -> tuple[Mapping, list[Problem]]:
     """Rename every key of a spec's tree to its one spelling; report and drop unknown keys.
 
-    `model`, `path`: of the section, when the tree is one. Empty sections stay: `merge` handles them.
+    `model`, `path`: of the section, when the tree is one. Empty sections stay: `merge` handles them. `stored`: the spec
+    is that of a run, which has every key of the version that made it; removed keys are dropped without a report.
     """
     problems: list[Problem] = []
-    return _section(tree, model, path, problems), problems
+    known = _section(tree, model, path, problems)
+    return known, [each for each in problems if not (stored and each.key in _REMOVED)]
 
 
 def complete_override(typed: str) -> list[tuple[str, str]]:

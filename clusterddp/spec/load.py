@@ -146,7 +146,7 @@ def read_layers(
     spec = parse(text, name)
     base = Base(tree=Mapping(place=spec.place)) if whole else read_base(environ, profile, path)
     problems = list(base.problems)
-    known = _known(spec, problems)
+    known = _known(spec, problems, stored=whole)
     from_environment, found = parse_environment(environ)
     problems += found
     arguments = _arguments(overrides, problems)
@@ -222,8 +222,8 @@ def _read(source: Path | str) -> tuple[Path | None, str, str]:
     return path, str(path), decode(read_bytes(path), str(path))
 
 
-def _known(tree: Mapping, problems: list[Problem]) -> Mapping:
-    known, found = with_one_spelling(tree)
+def _known(tree: Mapping, problems: list[Problem], *, stored: bool = False) -> Mapping:
+    known, found = with_one_spelling(tree, stored=stored)
     problems += found
     return known
 

@@ -74,8 +74,7 @@ class Network(Section):
         default=None,
         description='How long the nodes of a run may take to connect, written as time is: "0:30" is 30 seconds. '
         "Default: 1 minute and a second for each node; on Slurm 10 minutes and a second for each node, in which "
-        "container images are pulled, too; 2 minutes for clusterddp worker; 5 minutes for clusterddp join. With start: "
-        "torchrun also how long torchrun may take to start the ranks, at least 3 minutes.",
+        "container images are pulled, too; 2 minutes for clusterddp worker; 5 minutes for clusterddp join.",
     )
     host_silence: fields.TimeLimit | None = Field(
         default=None,
@@ -191,11 +190,6 @@ class JobSpec(Section):
     notify: NotifySpec | None = Field(
         default=None,
         description="Messages about the run's start, end, restarts and hangs: a command, a webhook, a mail.",
-    )
-    start: Annotated[Literal["ranks", "torchrun"], Word] = Field(
-        default="ranks",
-        description="What is started on each node: its ranks, or torchrun (one task per node), which starts the ranks "
-        "and, up to restarts times, restarts them.",
     )
     keep: fields.Age | None = Field(
         default=None,

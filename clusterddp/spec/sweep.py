@@ -34,7 +34,7 @@ _SECTIONS = {"train": "lr", "env": "NAME", "entry": "args", "network": "backend"
 """Sections whose keys may be swept on every launcher, each with an example: on Slurm a sweep is one job array."""
 _OF_THE_SWEEP = "it is one for the whole sweep"
 _REASONS = dict.fromkeys(
-    ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks", "start"),
+    ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks"),
     "it is a request for machines, which all runs of a sweep share",
 ) | {
     **dict.fromkeys(

@@ -140,8 +140,7 @@ def ssh_lines(plan: Plan) -> list[str]:
 
     assert plan.ssh is not None
     names = [node.host for node in plan.ssh.hosts]
-    (command,), *programs = plan.commands[:-1]
-    supervisors, agents = programs[: len(names)], programs[len(names) :]
+    (command,), *supervisors = plan.commands[:-1]
     lines = ["", click.style("files on every host", bold=True)]
     lines += [
         f"  {printable(path)}" for path in files_on_hosts(plan.ssh, plan.dir_on_hosts, with_code=bool(plan.snapshot))
@@ -156,9 +155,6 @@ def ssh_lines(plan: Plan) -> list[str]:
     lines.append("  then on each, detached from SSH, its supervisor:")
     for argv, group in itertools.groupby(zip(names, supervisors, strict=True), key=lambda pair: pair[1]):
         lines.append(f"    {printable(few([name for name, _ in group]))}: {printable(words(argv))}")
-    if agents:
-        lines.append("  which starts torchrun:")
-        lines += [f"    {printable(name)}: {printable(words(argv))}" for name, argv in zip(names, agents, strict=True)]
     lines.append("  which starts each of its ranks:")
     lines.append(f"    {printable(words(plan.commands[-1]))}")
     return lines

@@ -169,11 +169,8 @@ def _time_facts(plan: Plan) -> list[tuple[str, str]]:
     if gang.time_limit_s or limit:
         shown = duration(gang.time_limit_s) if gang.time_limit_s else str(limit)
         facts.append(("time", f"{shown}; asked to stop {duration(gang.stop_lead_s)} before"))
-    if gang.start == "torchrun":
-        facts.append(("start", "torchrun on each node, which starts the node's ranks"))
     if gang.restarts:
-        by = " by torchrun" if gang.start == "torchrun" else ""
-        facts.append(("restarts", f"up to {gang.restarts}{by}, from the newest checkpoint"))
+        facts.append(("restarts", f"up to {gang.restarts}, from the newest checkpoint"))
     return facts
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
-from clusterddp.ranks.environment import inherited_environment, node_cookies
+from clusterddp.ranks.environment import inherited_environment, rank_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import end_processes
@@ -92,7 +92,7 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
         retry_outage(lambda: _wait_for_end(run))
         # The guards have done this, unless they were killed too.
         for node in gang.nodes:
-            end_processes(*node_cookies(gang.token, node.node_rank), timeout_s=3.0)
+            end_processes(*rank_cookies(gang.token, node.node_rank), timeout_s=3.0)
         if final_end(run) is None:
             end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, error_text))
 

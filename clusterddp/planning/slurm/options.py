@@ -170,7 +170,7 @@ def _argument(name: str, value: str | bool) -> str:
 
 def _tasks_per_node(job: JobSpec) -> int:
     """Return how many processes clusterddp or Slurm starts on each node."""
-    once = job.start == "torchrun" or (job.entry is not None and job.entry.owns_ranks)
+    once = job.entry is not None and job.entry.owns_ranks
     return 1 if once else job.resources.ranks_per_node
 
 

@@ -78,11 +78,6 @@ def refuse_job(job: JobSpec, environ: Mapping[str, str]) -> None:
             "entry.owns_ranks starts its ranks itself, and here each rank has been started already",
             hint="clusterddp submit or join starts one process on each machine",
         )
-    if job.start == "torchrun" and not environ.get("TORCHELASTIC_RUN_ID"):
-        raise UsageError(
-            "start: torchrun has torchrun start the ranks, and here each rank has been started already",
-            hint="torchrun ... -m clusterddp worker SPEC; or start=ranks",
-        )
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; a worker is of one", hint="~sweep drops the section")
     if job.container:

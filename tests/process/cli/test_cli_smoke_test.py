@@ -108,13 +108,6 @@ def test_what_would_fail_at_the_start_is_named(
     assert complaint in str(error.value)
 
 
-def test_ranks_that_torchrun_starts_are_tested_too(tmp_path: Path) -> None:
-    (tmp_path / "train.py").write_text("import torch\n")
-    done = smoke_test(tmp_path, PROGRAM + "start: torchrun\nentry: {script: train.py}\n")
-    assert done.returncode == 0, done.stderr
-    assert len(proved(done)) == 3
-
-
 def test_the_plan_of_a_smoke_test_can_be_seen(tmp_path: Path) -> None:
     done = smoke_test(tmp_path, TRAINER, "-n", "-o", "json")
     plan = json.loads(done.stdout)

@@ -157,11 +157,6 @@ def test_a_rank_of_a_run_is_no_place_for_a_worker(place: Place) -> None:
     assert (done.returncode, "brisk-otter-3" in done.stderr) == (2, True)
 
 
-def test_torchrun_is_not_asked_to_start_what_is_started(place: Place) -> None:
-    done = place.run(*worker("start=torchrun"), **meeting(12), RANK="0", WORLD_SIZE="2")
-    assert (done.returncode, "each rank has been started already" in done.stderr) == (2, True)
-
-
 def test_backend_mpi_is_refused_with_the_reason(place: Place) -> None:
     done = place.run(*worker("network.backend=mpi"))
     assert done.returncode == 2

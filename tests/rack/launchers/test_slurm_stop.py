@@ -27,7 +27,6 @@ INTERRUPTIBLE = HELLO + UNTIL_STOP
 FOREVER_AT_FIRST = HELLO + "import time\nwhile os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    time.sleep(0.02)\n"
 TWO = ["node1", "node2"]
 THREE = ["node1", "node2", "node3"]
-START_KEYS = pytest.mark.parametrize("start_key", ["", "start: torchrun"], ids=["clusterddp", "torchrun"])
 PREEMPT = ["sbatch", "-N2", "--exclusive", "-p", "high", "-o", "/dev/null", "--wrap", "sleep 1"]
 
 
@@ -48,10 +47,9 @@ def test_the_time_limit_stops_the_ranks_and_the_job_starts_again():
         assert "time limit" in first.reason
 
 
-@START_KEYS
-def test_a_warned_job_stops_within_its_grace_and_goes_on_after_the_preemption(start_key):
+def test_a_warned_job_stops_within_its_grace_and_goes_on_after_the_preemption():
     with running_rack(RackPlan(nodes=TWO, preempt_grace_s=30)) as rack:
-        run, job = start(rack, INTERRUPTIBLE, more=f"restarts: 2\n{start_key}")
+        run, job = start(rack, INTERRUPTIBLE)
         rack.run(HEAD, PREEMPT)
         assert await_final_end(run, 120).outcome == "COMPLETED"
         first = read_end(run.attempt(0))
@@ -59,10 +57,9 @@ def test_a_warned_job_stops_within_its_grace_and_goes_on_after_the_preemption(st
         assert "preempted" in first.reason
 
 
-@START_KEYS
-def test_a_host_s_loss_is_survived_on_another_host(start_key):
+def test_a_host_s_loss_is_survived_on_another_host():
     with running_rack(RackPlan(nodes=THREE, slurmd_timeout_s=5)) as rack:
-        run, _ = start(rack, FOREVER_AT_FIRST, more=f"restarts: 2\n{start_key}")
+        run, _ = start(rack, FOREVER_AT_FIRST)
         rack.power_off("node2")
         assert await_final_end(run, 150).outcome == "COMPLETED"
         first = read_end(run.attempt(0))

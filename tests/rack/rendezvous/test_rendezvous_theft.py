@@ -113,16 +113,6 @@ def test_the_trainer_meets_at_a_port_that_another_user_wants(here: Path) -> None
     assert run.wait(timeout_s=240) == "COMPLETED"
 
 
-def test_torchruns_agents_and_ranks_meet_at_ports_that_another_user_wants(here: Path) -> None:
-    Path("entry.py").write_text(STEAL + MEET)
-    spec = "name: job\ndevice: cpu\nstart: torchrun\nresources: {nodes: 2, procs_per_node: 1}\n"
-    run = clusterddp.submit(spec + "network: {master_port: 18571}\nentry: {script: entry.py}\n")
-    _master_port(run)
-    assert steal(18572) == ""
-    assert run.wait(timeout_s=240) == "COMPLETED"
-    assert Path(run.path, "stolen").read_text() == ""
-
-
 def test_ranks_that_another_launcher_starts_meet_at_a_port_that_another_user_wants(tmp_path: Path) -> None:
     place = Place(tmp_path).write(STEAL + MEET, "device: cpu")
     ended = place.by_hand([0, 1], 2)

@@ -38,15 +38,6 @@ def test_what_torchrun_sets_is_torchruns(tmp_path: Path) -> None:
     assert {said[name] for name in TORCHRUN} == {"torchrun"}
 
 
-def test_under_a_launcher_of_ours_torchrun_counts_the_ranks_that_it_starts(tmp_path: Path) -> None:
-    (tmp_path / "job.yaml").write_text(f"{JOB}start: torchrun\n")
-    done = CliRunner().invoke(explain, [str(tmp_path / "job.yaml"), "-o", "json"], obj=Terminal({}))
-    said = json.loads(done.output)
-    assert [said[launcher]["RANK"].endswith("torchrun's count") for launcher in ("local", "ssh", "slurm", "srun")] == [
-        True, True, True, False
-    ]  # fmt: skip
-
-
 def test_the_specs_own_variables_are_the_specs_under_every_launcher(tmp_path: Path) -> None:
     said = json.loads(ask(tmp_path, "-o", "json"))
     assert said.pop("schema") == 1

@@ -25,11 +25,6 @@ def problems(entry: str, more: str = "") -> list[tuple[str, str]]:
     return [(problem.key, problem.message) for problem in raised.value.problems]
 
 
-def test_torchrun_does_not_start_a_program_that_owns_its_ranks() -> None:
-    (problem,) = problems("{script: a.py, owns_ranks: true}", "start: torchrun")
-    assert problem == ("start", "torchrun starts the ranks, and so does a program that owns its ranks")
-
-
 @pytest.mark.parametrize(
     ("entry", "key", "message"),
     [

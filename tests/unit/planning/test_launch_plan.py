@@ -275,14 +275,6 @@ def test_on_slurm_nodes_have_the_time_to_pull_an_image(tmp_path: Path) -> None:
     assert gang.start_timeout_s == 602.0
 
 
-@pytest.mark.parametrize(("given", "torchrun_s"), [("0:10", 180.0), ("10:00", 600.0)])
-def test_torchrun_has_the_start_timeout_but_three_minutes_at_least(
-    tmp_path: Path, given: str, torchrun_s: float
-) -> None:
-    gang = plan_text(f'name: a\nstart: torchrun\nnetwork: {{start_timeout: "{given}"}}\n', tmp_path).gang
-    assert gang.torchrun_start_s == torchrun_s
-
-
 def test_memory_is_not_enforced_here_and_the_plan_says_so(tmp_path: Path) -> None:
     assert "resources.memory_gb is not enforced on this machine" in (
         plan_text("name: a\nresources: {memory_gb: 4}\n", tmp_path).notes

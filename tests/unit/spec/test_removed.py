@@ -1,0 +1,27 @@
+"""Keys of earlier versions: refused with what to use instead, and dropped from the spec that a run has stored."""
+
+from __future__ import annotations
+
+import pytest
+
+from clusterddp.errors import SpecError
+from clusterddp.spec.load import load_spec
+
+KEYS = [
+    ("start: torchrun", "start", "owns_ranks: true"),
+]
+"""A line of a spec, the key in it, and words of the hint."""
+
+
+@pytest.mark.parametrize(("line", "key", "words"), KEYS, ids=[key for _, key, _ in KEYS])
+def test_a_removed_key_is_refused_with_what_to_use_instead(line: str, key: str, words: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        load_spec(f"name: a\n{line}\n", environ={})
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.message) == (key, "this key was removed")
+    assert words in str(problem.hint)
+
+
+@pytest.mark.parametrize(("line", "key", "words"), KEYS, ids=[key for _, key, _ in KEYS])
+def test_a_run_s_own_spec_may_have_a_removed_key(line: str, key: str, words: str) -> None:
+    assert load_spec(f"name: a\n{line}\n", environ={}, whole=True).job.name == "a"
