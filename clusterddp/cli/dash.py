@@ -32,7 +32,6 @@ from clusterddp.system.files import open_regular
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunSummary
-    from clusterddp.run.view import RunView
 
 DEFAULT_PORT = 8271
 LOOPBACK = "127.0.0.1"
@@ -81,7 +80,7 @@ class DashServer(ThreadingHTTPServer):
         self.runs_dir = runs_dir.absolute()
         self.environ = environ
         self.key = secrets.token_urlsafe(24)
-        self.runs = _Runs(self.runs_dir, environ)
+        self.runs = _Runs(self.runs_dir)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
@@ -93,16 +92,13 @@ class DashServer(ThreadingHTTPServer):
 class _Runs:
     """The summaries of all runs; one that has ended is read again only when its files have changed."""
 
-    def __init__(self, runs_dir: Path, environ: Mapping[str, str]) -> None:
+    def __init__(self, runs_dir: Path) -> None:
         self._runs_dir = runs_dir
-        self._environ = environ
         self._lock = threading.Lock()
         self._read_at = -_LIST_FOR_S
         self._newest: list[RunSummary] = []
         self._total = 0
         self._ended: dict[Path, tuple[object, RunSummary]] = {}
-        self._unsent: dict[Path, tuple[RunDir, RunView]] = {}
-        """Runs that have ended and whose messages another process may be about to send."""
 
     def read(self, limit: int) -> tuple[list[RunSummary], int]:
         """Return the newest runs, the newest first, and how many runs there are."""
@@ -114,7 +110,6 @@ class _Runs:
 
     def _read(self, limit: int) -> tuple[list[RunSummary], int]:
         from clusterddp.look.status import read_summary
-        from clusterddp.submission.notices import send_left
 
         runs = list_runs(self._runs_dir)
         newest = runs[: -limit - 1 : -1]
@@ -131,9 +126,6 @@ class _Runs:
             with contextlib.suppress(ClusterddpError, OSError, TypeError):
                 view = read_state(run, record=record)
                 read[run.path] = read_summary(run, record=record, view=view)
-                if view.finished:
-                    self._unsent[run.path] = run, view
-        self._unsent = {path: of for path, of in self._unsent.items() if not send_left(*of, self._environ)}
         ended = {path: (stamps[path], summary) for path, summary in read.items() if summary.state.finished}
         self._ended = known | ended
         found = {path: summary for path, (_, summary) in known.items()} | read

@@ -16,7 +16,6 @@ from dataclasses import dataclass
 from clusterddp.errors import SlurmError
 from clusterddp.network.interface import is_cut_off
 from clusterddp.node.allocation import Allocation, Answer
-from clusterddp.node.helpers import notify_here, send_end
 from clusterddp.node.history import log_end, record_end
 from clusterddp.node.log import log_line
 from clusterddp.ranks.environment import COOKIE, cookie
@@ -100,13 +99,7 @@ class HeadFailover:
         if end.needs_job:
             self._start_job_again(attempt)
         else:
-            self._send_end(attempt, end)
             self._cancel_job()
-
-    def _send_end(self, attempt: AttemptDir, end: AttemptEnd) -> None:
-        notify = notify_here(self._order)
-        if notify is not None:
-            send_end(notify, self._order.run, attempt.number, end, self._environ)
 
     def _start_job_again(self, attempt: AttemptDir) -> None:
         """Run the command that the job's batch script has passed on for this."""

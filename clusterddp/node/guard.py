@@ -26,19 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.helpers import notify_here, send_end
 from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
-from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment, rank_cookies
+from clusterddp.ranks.environment import COOKIE, cookie, rank_cookies
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.gang import Notify
 from clusterddp.run.outcome import failed_by, loss_of_node
 from clusterddp.run.record import read_ranks, write_rank
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
-from clusterddp.wire import build
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before the guard does."""
@@ -64,8 +61,6 @@ class Facts:
     """True once ranks of the attempt were ordered to start."""
     restarts_left: bool = False
     """On Slurm: another start of the job may begin another attempt."""
-    notify: dict[str, Any] | None = None
-    """The spec's messages, a `Notify`, where this process sends them."""
 
     @classmethod
     def of_order(cls, order: SupervisorOrder) -> Facts:
@@ -83,7 +78,6 @@ class Facts:
             supervisor_pid=os.getpid(),
             attempt=order.attempt,
             restarts_left=order.slurm is not None and order.restarts_left_after(order.attempt),
-            notify=dataclasses.asdict(notify) if (notify := notify_here(order)) is not None else None,
         )
 
     @property
@@ -222,10 +216,7 @@ def clean_up(facts: Facts, what_happened: str) -> None:
         error = f"{cause.error}; processes {', '.join(map(str, left))} could not be killed"
         cause = dataclasses.replace(cause, error=error)
     goes_on = facts.restarts_left and not is_file(RunDir(Path(facts.run_dir)).cancel_file)
-    record = record_end(facts.attempt_dir, failed_by(cause, goes_on=goes_on), facts.token)
-    if facts.notify is not None and record.is_first:
-        notify, run = build(Notify, facts.notify), RunDir(Path(facts.run_dir))
-        send_end(notify, run, facts.attempt, record.end, inherited_environment())
+    record_end(facts.attempt_dir, failed_by(cause, goes_on=goes_on), facts.token)
 
 
 def _write(pipe: int, line: bytes) -> None:

@@ -1,13 +1,14 @@
-"""`python -m clusterddp.node.notify`: send one message about a run by each of its channels, within ten seconds.
+"""`python -m clusterddp.node.notify`: send one message about a run by each of its channels, within `SEND_S`.
 
 It reads a `SendOrder` as JSON from standard input. A channel is a thread of its own, so that one that hangs, in a
-look-up of a name for instance, delays no other. The results are in the run's directory; nothing is printed.
+look-up of a name for instance, delays no other. A channel that fails is tried once more. The results are in the run's
+history; nothing is printed.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
+import dataclasses
 import json
 import os
 import re
@@ -17,19 +18,22 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from email.message import EmailMessage
-from typing import IO, Any
+from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.run.gang import Notify
-from clusterddp.run.notices import SEND_S, Message, SendOrder, claim, settle, webhook_address
-from clusterddp.wire import read_object
+from clusterddp.run.directory import RunDir
+from clusterddp.run.notices import SEND_S, SendOrder, webhook_address
+from clusterddp.run.record import log_event
+from clusterddp.wire import build, read_object
 
-_SENDMAIL_PATH = f"{os.defpath}:/usr/sbin:/usr/lib"
+_PAUSE_S = 2.0
+"""Before the second try."""
 _MAX_ERROR = 300
 
 
@@ -38,63 +42,70 @@ class NotSentError(Exception):
 
 
 def main() -> int:
-    """Send the message by the channels of the order that this process can claim."""
+    """Send the message by the channels of the order, and record the results."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm signals every process of a step
-    order = SendOrder.from_json(read_object(sys.stdin.buffer.read()))
+    order = build(SendOrder, read_object(sys.stdin.buffer.read()))
     environ = dict(os.environ)
-    senders = [threading.Thread(target=_send, args=(order, name, environ), daemon=True) for name in order.channels]
+    deadline = time.monotonic() + SEND_S
+    results: dict[str, str] = {}
+    senders = [
+        threading.Thread(target=_try_twice, args=(order, name, environ, deadline, results), daemon=True)
+        for name in order.channels
+    ]
     for sender in senders:
         sender.start()
     for sender in senders:
-        sender.join(SEND_S + 2.0)
+        sender.join(max(0.0, deadline + 1.0 - time.monotonic()))
+    run, secret = RunDir(Path(order.message.run_dir)), webhook_address(order.notify.webhook or "", environ)
+    for name in order.channels:
+        facts = {"attempt": order.message.attempt, "what": order.message.event, "by": name}
+        error = results.get(name, f"no answer within {SEND_S:g} s")[:_MAX_ERROR]
+        if error:
+            log_event(run, "notify_failed", **facts, error=error.replace(secret, "...") if secret else error)
+        else:
+            log_event(run, "notified", **facts)
     return 0
 
 
-def _send(order: SendOrder, channel: str, environ: Mapping[str, str]) -> None:
-    with contextlib.suppress(ClusterddpError, OSError):  # the storage refuses: a later process may claim it
-        path = claim(order, channel)
-        if path is not None:
-            settle(order, channel, path, _try(SENDERS[channel], order, environ))
-
-
-def _try(
-    send: Callable[[Notify, Message, Mapping[str, str]], None], order: SendOrder, environ: Mapping[str, str]
-) -> str | None:
-    """Run a sender in a thread of its own; return why the message was not sent, None when it was."""
-    result: list[str | None] = []
-
-    def work() -> None:
+def _try_twice(
+    order: SendOrder, channel: str, environ: Mapping[str, str], deadline: float, results: dict[str, str]
+) -> None:
+    """Send by one channel, and again when it fails and time is left; put the error into `results`, empty: none."""
+    send = {"command": start_command, "webhook": post, "mail": send_mail}[channel]
+    for pause_s in (0.0, _PAUSE_S):
+        time.sleep(pause_s)
+        left_s = deadline - time.monotonic()
+        if left_s < _PAUSE_S:
+            return
         try:
-            send(order.notify, order.message, environ)
-            result.append(None)
+            send(order, environ, left_s)
+            results[channel] = ""
+            return
         except NotSentError as error:
-            result.append(str(error)[:_MAX_ERROR])
+            results[channel] = str(error)
         except Exception as error:  # its text may have the address
-            result.append(type(error).__name__)
-
-    worker = threading.Thread(target=work, daemon=True)
-    worker.start()
-    worker.join(SEND_S + 1.0)
-    error = result[0] if result else f"no answer within {SEND_S:g} s"
-    secret = webhook_address(order.notify.webhook or "", environ)
-    return error.replace(secret, "...") if error and secret else error
+            results[channel] = type(error).__name__
 
 
-def post(notify: Notify, message: Message, environ: Mapping[str, str]) -> None:
+def post(order: SendOrder, environ: Mapping[str, str], timeout_s: float) -> None:
     """POST the message as JSON to the webhook; redirects are not followed.
 
     Raises: NotSentError.
     """
-    url = _address(notify.webhook or "", environ)
-    host = urlsplit(url).hostname or ""
-    request = urllib.request.Request(  # noqa: S310  _address accepts http and https only
+    url = webhook_address(order.notify.webhook or "", environ)
+    if not url:
+        raise NotSentError(f"{order.notify.webhook} is not set here")
+    if not re.fullmatch(r"https?://[^\s/?#]+\S*", url):
+        raise NotSentError("the address of the webhook is none: expected https://...")
+    request = urllib.request.Request(  # noqa: S310  the address begins with http
         url,
-        data=json.dumps(message.to_json()).encode(),
+        data=json.dumps(order.message.to_json()).encode(),
         headers={"Content-Type": "application/json", "User-Agent": "clusterddp"},
         method="POST",
     )
+    host = urlsplit(url).hostname
     try:
-        with urllib.request.build_opener(_NoRedirect).open(request, timeout=SEND_S):
+        with urllib.request.build_opener(_NoRedirect).open(request, timeout=timeout_s):
             return
     except urllib.error.HTTPError as error:
         redirected = ", a redirect, which is not followed" if 300 <= error.code < 400 else ""
@@ -102,59 +113,41 @@ def post(notify: Notify, message: Message, environ: Mapping[str, str]) -> None:
     except urllib.error.URLError as error:
         reason = error.reason.strerror if isinstance(error.reason, OSError) else None
         raise NotSentError(f"{host} cannot be reached: {reason or type(error.reason).__name__}") from error
-    except (OSError, http.client.HTTPException, ValueError) as error:
-        raise NotSentError(f"{host} did not answer: {type(error).__name__}") from error
 
 
 class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects: another place would get what is meant for the address in the spec."""
+    """Refuses redirects: another place would get what is meant for the address of the user."""
 
     def redirect_request(self, *_: Any) -> None:
         return None
 
 
-def _address(webhook: str, environ: Mapping[str, str]) -> str:
-    url = webhook_address(webhook, environ)
-    if not url:
-        raise NotSentError(f"{webhook} is not set here")
-    if not re.fullmatch(r"https?://[^\s/?#]+\S*", url):
-        raise NotSentError("the address of the webhook is none: expected https://...")
-    return url
+def start_command(order: SendOrder, environ: Mapping[str, str], timeout_s: float) -> None:
+    """Run the command with the message on its standard input and in its environment.
 
-
-def start_command(notify: Notify, message: Message, environ: Mapping[str, str]) -> None:
-    """Run the command with the message on its standard input.
-
-    Raises: NotSentError: it cannot be started, fails, or takes too long; then it is killed.
+    Raises: NotSentError.
     """
-    own = dict(environ) | message.variables()
-    _run(notify.command, json.dumps(message.to_json()).encode(), own, cwd=message.run_dir)
+    facts = {f"CLUSTERDDP_{name.upper()}": str(value) for name, value in dataclasses.asdict(order.message).items()}
+    data = json.dumps(order.message.to_json()).encode()
+    _run(order.notify.command, data, {**environ, **facts}, timeout_s, cwd=order.message.run_dir)
 
 
-def send_mail(notify: Notify, message: Message, environ: Mapping[str, str]) -> None:
+def send_mail(order: SendOrder, environ: Mapping[str, str], timeout_s: float) -> None:
     """Send the message by sendmail.
 
     Raises: NotSentError.
     """
-    path = f"{environ.get('PATH', os.defpath)}:{_SENDMAIL_PATH}"
-    sendmail = shutil.which("sendmail", path=path)
+    sendmail = shutil.which("sendmail", path=f"{environ.get('PATH', os.defpath)}:/usr/sbin:/usr/lib")
     if sendmail is None:
         raise NotSentError("this machine has no sendmail")
     mail = EmailMessage()
-    mail["To"] = notify.mail
-    mail["Subject"] = f"clusterddp: {message.run} {message.state}"
-    mail.set_content(f"{message.text}\n\n{message.run_dir}\n")
-    _run((sendmail, "-i", str(notify.mail)), mail.as_bytes(), environ, cwd="/")
+    mail["To"] = order.notify.mail
+    mail["Subject"] = f"clusterddp: {order.message.run} {order.message.state}"
+    mail.set_content(f"{order.message.text}\n\n{order.message.run_dir}\n")
+    _run((sendmail, "-i", str(order.notify.mail)), mail.as_bytes(), environ, timeout_s, cwd="/")
 
 
-SENDERS: dict[str, Callable[[Notify, Message, Mapping[str, str]], None]] = {
-    "command": start_command,
-    "webhook": post,
-    "mail": send_mail,
-}
-
-
-def _run(words: tuple[str, ...], data: bytes, environ: Mapping[str, str], *, cwd: str) -> None:
+def _run(words: tuple[str, ...], data: bytes, environ: Mapping[str, str], timeout_s: float, *, cwd: str) -> None:
     """Run a program; its group is killed when it takes too long.
 
     Raises: NotSentError.
@@ -168,22 +161,16 @@ def _run(words: tuple[str, ...], data: bytes, environ: Mapping[str, str], *, cwd
         except OSError as error:
             raise NotSentError(f"{words[0]} cannot be started: {error.strerror}") from error
         try:
-            process.communicate(data, timeout=SEND_S)
+            process.communicate(data, timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
-            raise NotSentError(f"{words[0]} was killed after {SEND_S:g} s") from error
+            raise NotSentError(f"{words[0]} was killed after {timeout_s:.0f} s") from error
         if process.returncode != 0:
-            last = _last_line(errors)
-            raise NotSentError(f"{words[0]} ended with exit code {process.returncode}" + (f": {last}" if last else ""))
-
-
-def _last_line(file: IO[bytes]) -> str:
-    size = file.seek(0, os.SEEK_END)
-    file.seek(max(0, size - 4096))
-    lines = file.read().decode(errors="replace").strip().splitlines()
-    return "".join(char for char in lines[-1] if char.isprintable()) if lines else ""
+            errors.seek(0)
+            last = "".join(errors.read().decode(errors="replace").strip().splitlines()[-1:])
+            said = f": {''.join(filter(str.isprintable, last))}" if last else ""
+            raise NotSentError(f"{words[0]} ended with exit code {process.returncode}{said}")
 
 
 if __name__ == "__main__":

@@ -11,8 +11,8 @@ import platformdirs
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.facts.memory import free_bytes
 from clusterddp.facts.training_memory import split_batch, training_memory
-from clusterddp.planning.notify import masked
 from clusterddp.planning.placement import Placement
+from clusterddp.run.gang import Notify
 from clusterddp.spec.image_sets import BUILT_IN, GENERATED, IMAGE_SETS
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.system.units import format_bytes
@@ -34,7 +34,7 @@ _STOP_LEAD_S = 60.0
 
 def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
     """Make local paths absolute, because ranks and `rerun` read the spec in other directories; paths on hosts stay."""
-    if job.notify and job.notify.command and not job.notify.shell:
+    if job.notify and job.notify.command:
         command = job.notify.argv(working_dir)
         job = job.model_copy(update={"notify": job.notify.model_copy(update={"command": command})})
     if job.ssh.send:
@@ -105,11 +105,18 @@ def spec_text(job: JobSpec) -> str:
 
 def changes_of(resolved: ResolvedSpec) -> tuple[dict[str, Any], ...]:
     """Return the values that differ from their defaults, as they may be shown."""
-    changes = [dataclasses.asdict(change) for change in resolved.changes()]
-    return tuple(
-        change | {"value": masked(change["value"])} if change["key"] == "notify.webhook" else change
-        for change in changes
-    )
+    return tuple(dataclasses.asdict(change) for change in resolved.changes())
+
+
+def notify_of(job: JobSpec) -> Notify | None:
+    """Return the messages that clusterddp sends itself; on Slurm sbatch's options send the mail."""
+    spec = job.notify
+    if spec is None:
+        return None
+    mail = None if job.launcher == "slurm" else spec.mail
+    # The path of the command is absolute already.
+    notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook, mail=mail)
+    return notify if notify.channels else None
 
 
 def fit_memory(

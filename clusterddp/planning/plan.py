@@ -16,17 +16,17 @@ from clusterddp.planning.job_values import (
     changes_of,
     filled_in,
     fit_memory,
+    notify_of,
     spec_text,
     timeouts_of,
     with_absolute_paths,
 )
 from clusterddp.planning.names import choose_run_name
-from clusterddp.planning.notify import notify_notes, notify_of, notify_seal
 from clusterddp.planning.outputs import notes_on_outputs
 from clusterddp.planning.placement import Placed, Placement, Request, with_one_process_each
 from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes
 from clusterddp.planning.program import Program, plan_program
-from clusterddp.planning.seal import hint, is_sealed, seal
+from clusterddp.planning.seal import hint, is_granted, sealed
 from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
 from clusterddp.planning.ssh import place as ssh_place
@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 MASTER_ADDR = "127.0.0.1"
-_SEALED = "the hosts of a plan"
 _PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_place.place}
 """The functions that place the ranks, by launcher."""
 
@@ -157,7 +156,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         gang=gang,
         rank0={},
         changes=changes_of(resolved),
-        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved), *notify_notes(job)),
+        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
         secrets=job.all_secrets,
         parent=request.parent,
@@ -216,17 +215,11 @@ def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, tok
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the content of a run's plan.json; a plan that names hosts has the user's seal.
+    """Return the content of a run's plan.json, with the user's seals of the hosts and the messages that it names.
 
     Raises: ClusterddpError: the key of the seal cannot be read or written.
     """
     return sealed(plan.to_json())
-
-
-def sealed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a plan with a seal of the hosts that it connects to, and of the messages that it sends."""
-    hosts = {"seal": seal(_SEALED, _granted(data))} if data.get("ssh") else {}
-    return data | hosts | notify_seal(data)
 
 
 def read_plan(run: RunDir) -> Plan:
@@ -247,15 +240,11 @@ def read_plan_json(run: RunDir) -> dict[str, Any]:
         raise ClusterddpError(f"{run.plan}: is missing, and the run cannot continue without it")
     if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or "token" not in data["gang"]:
         raise ClusterddpError(f"{run.plan}: found no plan in it")
-    if data.get("ssh") and not is_sealed(_SEALED, _granted(data), data.get("seal")):
+    if data.get("ssh") and not is_granted(data, "ssh"):
         raise ClusterddpError(
             f"{run.plan}: names hosts, and does not come from you: no connection is made", hint=hint()
         )
     return data
-
-
-def _granted(data: dict[str, Any]) -> list[Any]:
-    return [data["gang"]["token"], data["ssh"]]
 
 
 def rename_plan(plan: Plan) -> Plan:

@@ -23,6 +23,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.system.files import write_bytes
 
 _KEY_BYTES = 32
+_PARTS = {"ssh": ("seal", "the hosts of a plan"), "notify": ("notify_seal", "the messages of a plan")}
+"""The parts of a plan that make clusterddp connect to hosts or send messages: the name and the kind of their seals."""
 HINT = "if you submitted it from another machine, copy {key} from there; otherwise another user wrote it"
 
 
@@ -43,6 +45,30 @@ def is_sealed(what: str, value: Any, found: Any) -> bool:
     if key is None or not isinstance(found, str):
         return False
     return hmac.compare_digest(_hash(key, what, value).encode(), found.encode(errors="replace"))
+
+
+def sealed(data: dict[str, Any]) -> dict[str, Any]:
+    """Return the JSON of a plan with a seal of each of these parts that it has; each seal covers the run's token.
+
+    Raises: ClusterddpError: the key of the seal cannot be read or written.
+    """
+    parts = {part: _part_of(data, part) for part in _PARTS}
+    return data | {_PARTS[part][0]: seal(_PARTS[part][1], granted) for part, granted in parts.items() if granted[1]}
+
+
+def is_granted(data: Any, part: str) -> bool:
+    """Say whether the JSON of a plan has this part, `ssh` or `notify`, under this user's seal.
+
+    Raises: ClusterddpError: others may read the key, or it belongs to another user.
+    """
+    if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or not _part_of(data, part)[1]:
+        return False
+    name, what = _PARTS[part]
+    return is_sealed(what, _part_of(data, part), data.get(name))
+
+
+def _part_of(data: dict[str, Any], part: str) -> list[Any]:
+    return [data["gang"].get("token"), (data["gang"] if part == "notify" else data).get(part)]
 
 
 def key_path() -> Path:

@@ -199,7 +199,7 @@ class RunDir:
 
     @property
     def notices(self) -> Path:
-        """The messages of `notify`: a file for each try to send one (run/notices.py)."""
+        """The messages of `notify` that a process has claimed: an empty file each (run/notices.py)."""
         return self.path / "notices"
 
     @property

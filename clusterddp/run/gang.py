@@ -87,7 +87,7 @@ class Notify:
     command: tuple[str, ...] = ()
     """Its words; empty: none."""
     webhook: str | None = None
-    """Its address, or `${NAME}` of the variable that has it."""
+    """`${NAME}` of the variable that has its address."""
     mail: str | None = None
     """The address, unless Slurm sends the mail."""
 

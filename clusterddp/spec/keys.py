@@ -46,6 +46,7 @@ _SYNONYMS = {
 _REMOVED: dict[str, str] = {
     "start": "leave it out, and clusterddp starts the ranks; to have torchrun start them: "
     "entry: {command: [torchrun, train.py], owns_ranks: true}",
+    "notify.shell": "a shell is a command like others: command: [sh, -c, 'TEXT']",
 }
 """Dotted key that earlier versions had -> what to use instead, in one sentence for a hint."""
 

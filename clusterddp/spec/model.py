@@ -222,8 +222,8 @@ class JobSpec(Section):
     @property
     def all_secrets(self) -> tuple[str, ...]:
         """The variables that are passed from the submitting shell, by name: `secrets`, and that of notify.webhook."""
-        named = self.notify.secret if self.notify else None
-        return tuple(dict.fromkeys([*self.secrets, *([named] if named else [])]))
+        webhook = self.notify.webhook if self.notify else None
+        return tuple(dict.fromkeys([*self.secrets, *([webhook[2:-1]] if webhook else [])]))
 
     @property
     def cpu_reason(self) -> str | None:

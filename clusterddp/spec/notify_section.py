@@ -7,11 +7,9 @@ import shlex
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import BeforeValidator, Field, WithJsonSchema
 
-from clusterddp.spec import fields
 from clusterddp.spec.entry_section import Command
 from clusterddp.spec.fields import Matching, Word
 from clusterddp.spec.scalars import problem, read_line, read_variable
@@ -21,7 +19,6 @@ from clusterddp.spec.tree import Scalar
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
-_NAMED = re.compile(r"\$\{([^{}]*)\}")
 _MAIL_TYPES = {"start": "BEGIN", "end": "END", "fail": "FAIL", "requeue": "REQUEUE"}
 """Our events, as Slurm's --mail-type names them; it has none for a hang."""
 
@@ -32,23 +29,18 @@ def read_events(value: object) -> object:
 
 
 def read_webhook(value: object) -> str:
-    """Read an address, or `${NAME}`; the text is not shown, since an address is often a secret."""
-    text = read_line(value)
-    named = _NAMED.fullmatch(text)
-    if named:
-        return f"${{{read_variable(named[1])}}}"
-    try:
-        url = urlsplit(text)
-        valid = url.scheme in {"http", "https"} and bool(url.hostname) and url.port != 0
-    except ValueError:
-        valid = False
-    if not valid or re.search(r"[\s${}]", text):
-        raise problem("not an address: expected https://..., or ${NAME} of a variable that has it")
-    return text
+    """Read `${NAME}`; the text is not shown, since it may be an address, which is a secret."""
+    named = re.fullmatch(r"\$\{([^{}]*)\}", read_line(value))
+    if not named:
+        raise problem(
+            "not the name of a variable: expected ${NAME}; an address is a secret, and the run's files keep the spec",
+            "export SLACK_URL=https://... in your shell, and write webhook: ${SLACK_URL}",
+        )
+    return f"${{{read_variable(named[1])}}}"
 
 
 class NotifySpec(Section):
-    """Messages about the run: each is sent once, from whichever process of clusterddp can send it."""
+    """Messages about the run."""
 
     on: Annotated[
         tuple[Annotated[Literal["start", "end", "fail", "requeue", "hang"], Word], ...],
@@ -65,11 +57,10 @@ class NotifySpec(Section):
         "environment has CLUSTERDDP_RUN, CLUSTERDDP_EVENT, CLUSTERDDP_STATE, CLUSTERDDP_REASON and more, its standard "
         "input the message as JSON. Over SSH it runs where you submit.",
     )
-    shell: fields.Switch = Field(default=False, description="True: /bin/sh reads the command, which has to be text.")
     webhook: Annotated[str, BeforeValidator(read_webhook), WithJsonSchema({"type": "string"})] | None = Field(
         default=None,
-        description="An http or https address that gets a POST of JSON, which Slack and Mattermost accept; or "
-        "${NAME}: the variable NAME of your environment has it, and is passed like those under secrets.",
+        description="${NAME}: the variable NAME of your environment has an http or https address, which gets a POST "
+        "of JSON that Slack and Mattermost accept. The variable is passed like those under secrets.",
     )
     mail: (
         Annotated[str, Matching(r"^[A-Za-z0-9_.+][A-Za-z0-9_.+=-]*(@[A-Za-z0-9][A-Za-z0-9.-]*)?$", "an address")] | None
@@ -80,12 +71,6 @@ class NotifySpec(Section):
     )
 
     @property
-    def secret(self) -> str | None:
-        """The variable that has the address of the webhook; None: the spec has it."""
-        named = _NAMED.fullmatch(self.webhook or "")
-        return named[1] if named else None
-
-    @property
     def mail_types(self) -> str:
         """The events as the value of Slurm's --mail-type."""
         return ",".join(_MAIL_TYPES[event] for event in dict.fromkeys(self.on) if event in _MAIL_TYPES)
@@ -94,8 +79,6 @@ class NotifySpec(Section):
         """Return the words of the command; a relative path of its program is one from `working_dir`."""
         if self.command is None:
             return ()
-        if self.shell:
-            return ("/bin/sh", "-c", str(self.command))
         program, *words = shlex.split(self.command) if isinstance(self.command, str) else self.command
         return (str(working_dir / Path(program).expanduser()) if "/" in program else program, *words)
 
@@ -107,8 +90,6 @@ def notify_conflicts(job: JobSpec) -> Iterator[Conflict]:
         return
     if not (notify.command or notify.webhook or notify.mail):
         yield Conflict(keys=("notify",), message="names no command, webhook or mail, expected one of them or more")
-    if notify.shell and not isinstance(notify.command, str):
-        yield Conflict(keys=("notify.shell", "notify.command"), message="a shell reads text, expected it in command")
     if notify.mail and job.launcher == "slurm":
         own = [name for name in ("mail_user", "mail_type") if name in job.slurm]
         if own:

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from clusterddp.errors import SshError
-from clusterddp.planning.plan import sealed
+from clusterddp.planning.seal import sealed
 from clusterddp.planning.ssh.plan import SshNode, SshPlan, directory_name
 from clusterddp.remote.answers import ANSWERS
 from clusterddp.results.sync import Synchroniser

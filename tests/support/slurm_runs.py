@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from clusterddp.run.directory import RunDir
@@ -60,15 +60,17 @@ def make_slurm_run(
     more: str = "",
     text: str = "",
     resources: str = "{nodes: 2, procs_per_node: 1}",
+    environ: Mapping[str, str] | None = None,
 ) -> RunDir:
     """Make the directory of a run of this script (or of this spec), which is not submitted yet."""
+    environ = environment() | dict(environ or {})
     directory = rack.dir / "shared" / name
     directory.mkdir(exist_ok=True)
     if code is not None:
-        plan = plan_script(directory, code, more=f"launcher: slurm\n{more}", resources=resources, environ=environment())
+        plan = plan_script(directory, code, more=f"launcher: slurm\n{more}", resources=resources, environ=environ)
     else:
-        plan = plan_text(text, directory, environ=environment())
-    return RunDir(make_run(plan, environment()).run_dir)
+        plan = plan_text(text, directory, environ=environ)
+    return RunDir(make_run(plan, environ).run_dir)
 
 
 def start(rack: Rack, name: str, code: str, *, more: str = "restarts: 2") -> tuple[RunDir, str]:
@@ -101,9 +103,10 @@ def stand_in(run: RunDir, code: str) -> None:
     write_json(run.plan, plan)
 
 
-def start_run(rack: Rack, run: RunDir) -> str:
+def start_run(rack: Rack, run: RunDir, environ: Mapping[str, str] | None = None) -> str:
     """Submit a run that `make_slurm_run` made; return its job's number."""
-    done = rack.run(HEAD, [sys.executable, "-c", START, str(run.path)], env=environment())
+    env = environment() | dict(environ or {})
+    done = rack.run(HEAD, [sys.executable, "-c", START, str(run.path)], env=env)
     return done.stdout.strip()
 
 

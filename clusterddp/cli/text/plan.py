@@ -26,7 +26,7 @@ _COMMAND_SHOWN = 78
 
 
 def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
-    """Return the plan as JSON data without the run's secret token, and without the path of a webhook.
+    """Return the plan as JSON data without the run's secret token.
 
     `scheduler` is Slurm's answer to `sbatch --test-only`, for a plan for Slurm.
     """
@@ -35,11 +35,7 @@ def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
         from clusterddp.planning.plan import plan_on_hosts
 
         plan = plan_on_hosts(plan)
-    from clusterddp.planning.notify import masked
-
-    text = json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK)
-    webhook = plan.gang.notify.webhook if plan.gang.notify else None
-    return json.loads(text.replace(json.dumps(webhook)[1:-1], masked(webhook)) if webhook else text)
+    return json.loads(json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK))
 
 
 def verdict_lines(verdict: Verdict | None, *, verbose: bool, columns: int | None) -> list[str]:

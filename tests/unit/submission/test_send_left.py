@@ -12,8 +12,8 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.look.events import read_events, warn_of_unsent
+from clusterddp.planning.seal import sealed
 from clusterddp.run.directory import RunDir
-from clusterddp.run.notices import Try
 from clusterddp.run.outcome import failed, write_end
 from clusterddp.run.record import log_event
 from clusterddp.submission.notices import send_left
@@ -64,59 +64,59 @@ def test_a_command_that_lacks_the_address_leaves_it_to_another(tmp_path: Path, w
 
 
 def test_a_warning_goes_when_a_later_try_succeeds(tmp_path: Path, webhook: Webhook):
-    run = ended_run(tmp_path, f"webhook: '{webhook.url}'")
+    run = ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url})
     log_event(run, "notify_failed", attempt=0, what="end", by="webhook", error="127.0.0.1 cannot be reached")
     assert warn_of_unsent(read_events(run)) == "notify.webhook was not sent (end): 127.0.0.1 cannot be reached"
-    send(run)
+    send(run, HOOK=webhook.url)
     assert warn_of_unsent(read_events(run)) == ""
 
 
 def test_a_redirect_is_not_followed(tmp_path: Path):
     with Webhook() as elsewhere, Webhook(302, elsewhere.url) as webhook:
-        run = ended_run(tmp_path, f"webhook: '{webhook.url}'")
-        send(run)
-        assert (len(webhook.received), len(elsewhere.received)) == (1, 0)
+        run = ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url})
+        send(run, HOOK=webhook.url)
+        assert (len(webhook.received), len(elsewhere.received)) == (2, 0)
     assert "HTTP 302, a redirect" in warn_of_unsent(read_events(run))
     assert "hunter2" not in run.events.read_text()
 
 
 def test_a_plan_that_another_user_has_changed_sends_nothing(tmp_path: Path, webhook: Webhook):
-    run = ended_run(tmp_path, f"webhook: '{webhook.url}'")
+    run = ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url})
     plan = read_json(run.plan)
     assert plan
     plan["gang"]["notify"]["command"] = ["touch", str(tmp_path / "pwned")]
     write_json(run.plan, plan)
-    send(run)
+    send(run, HOOK=webhook.url)
     assert webhook.received == []
     assert not (tmp_path / "pwned").exists()
     assert not run.notices.exists()
 
 
 def test_a_plan_of_another_users_key_sends_nothing(tmp_path: Path, webhook: Webhook, monkeypatch: pytest.MonkeyPatch):
-    run = ended_run(tmp_path, f"webhook: '{webhook.url}'")
+    run = ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
-    send(run)
+    send(run, HOOK=webhook.url)
     assert webhook.received == []
 
 
 def test_the_seal_of_one_run_is_none_for_another(tmp_path: Path, webhook: Webhook):
-    first, second = (ended_run(tmp_path, f"webhook: '{webhook.url}'") for _ in range(2))
+    first, second = (ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url}) for _ in range(2))
     plan, other = read_json(second.plan), read_json(first.plan)
     assert plan
     assert other
     write_json(second.plan, plan | {"notify_seal": other["notify_seal"]})
-    send(second)
+    send(second, HOOK=webhook.url)
     assert webhook.received == []
 
 
 def test_nothing_is_sent_a_day_after_the_end(tmp_path: Path, webhook: Webhook):
-    send(ended_run(tmp_path, f"webhook: '{webhook.url}'", ago_s=25 * 3600.0))
+    send(ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url}, ago_s=25 * 3600.0), HOOK=webhook.url)
     assert webhook.received == []
 
 
 def test_a_command_gets_the_message_in_its_environment_and_on_standard_input(tmp_path: Path):
     script = 'cat > message; echo "$CLUSTERDDP_RUN $CLUSTERDDP_EVENT $CLUSTERDDP_STATE $CLUSTERDDP_REASON" > said'
-    run = ended_run(tmp_path, f"on: [end, fail], shell: true, command: '{script}'")
+    run = ended_run(tmp_path, f"on: [end, fail], command: [sh, -c, '{script}']")
     send(run)
     assert (run.path / "said").read_text() == f"{run.name} fail FAILED rank 1 exited with code 3\n"
     message = read_json(run.path / "message")
@@ -125,10 +125,10 @@ def test_a_command_gets_the_message_in_its_environment_and_on_standard_input(tmp
 
 
 def test_a_command_that_fails_is_a_warning_with_its_last_words(tmp_path: Path):
-    run = ended_run(tmp_path, "shell: true, command: 'echo no pager here >&2; exit 4'")
+    run = ended_run(tmp_path, "command: [sh, -c, 'echo no pager here >&2; exit 4']")
     send(run)
     said = warn_of_unsent(read_events(run))
-    assert said == "notify.command was not sent (end): /bin/sh ended with exit code 4: no pager here"
+    assert said == "notify.command was not sent (end): sh ended with exit code 4: no pager here"
 
 
 def test_a_mail_is_sent_by_sendmail(tmp_path: Path):
@@ -142,10 +142,18 @@ def test_a_mail_is_sent_by_sendmail(tmp_path: Path):
     assert f"Subject: clusterddp: {run.name} FAILED" in (tmp_path / "mail").read_text()
 
 
-def test_what_another_process_is_sending_is_left_to_it(tmp_path: Path, webhook: Webhook):
-    run = ended_run(tmp_path, f"webhook: '{webhook.url}'")
-    run.notices.mkdir()
-    write_json(run.notices / "end-0-webhook.0.json", dataclasses.asdict(Try(time=time.time(), host="a", pid=1)))
-    is_over = send_left(run, read_state(run), os.environ)
-    assert not is_over
+def test_a_message_that_the_head_may_be_sending_is_left_to_it(tmp_path: Path, webhook: Webhook):
+    run = ended_run(tmp_path, "webhook: '${HOOK}'", ago_s=5.0, environ={"HOOK": webhook.url})
+    send_left(run, read_state(run), dict(os.environ) | {"HOOK": webhook.url})
     assert webhook.received == []
+    assert not run.notices.exists()
+
+
+def test_a_plan_of_an_earlier_version_still_has_the_address(tmp_path: Path, webhook: Webhook):
+    run = ended_run(tmp_path, "webhook: '${HOOK}'", environ={"HOOK": webhook.url})
+    plan = read_json(run.plan)
+    assert plan
+    plan["gang"]["notify"]["webhook"] = webhook.url
+    write_json(run.plan, sealed(plan))
+    send(run)
+    assert len(webhook.received) == 1
