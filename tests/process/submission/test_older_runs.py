@@ -1,6 +1,7 @@
-"""Runs that version 0.1 made, before its modules had other names: they are listed, explained, resumed, cancelled.
+"""Runs of earlier versions, made on another machine: they are listed, explained, resumed, removed.
 
-`golden/runs_0_1.tar.gz` holds runs of a script on each launcher and one sweep, with the paths of another machine.
+`golden/runs_0_1.tar.gz` holds runs of a script on each launcher and one sweep, by 0.1 before its modules had other
+names. `golden/runs_0_2.tar.xz` holds a run with each feature that was removed after commit 803cec3, in use.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import pytest
 from clusterddp.system.files import read_json
 from tests.support.waiting import PATIENCE
 
-ARCHIVE = Path(__file__).parents[2] / "golden/runs_0_1.tar.gz"
+GOLDEN = Path(__file__).parents[2] / "golden"
 THERE = b"/scratch/work"
 """Where the runs were submitted."""
 STATES = {
@@ -32,19 +33,48 @@ STATES = {
     "rustic-wombat-8": ("local", "CANCELLED"),
     "solar-kestrel-82": ("local", "FAILED"),
 }
+STATES_WITH_REMOVED = {
+    "comm-auto-1": ("local", "COMPLETED"),
+    "exec-1": ("local", "CANCELLED"),
+    "function-1": ("local", "COMPLETED"),
+    "image-folder-1": ("local", "COMPLETED"),
+    "joined-1": ("join", "COMPLETED"),
+    "joined-stopped-1": ("join", "CANCELLED"),
+    "notified-1": ("local", "COMPLETED"),
+    "notified-stopped-1": ("local", "CANCELLED"),
+    "powersgd-1": ("local", "COMPLETED"),
+    "powersgd-stopped-1": ("local", "CANCELLED"),
+    "relayed-1": ("local", "COMPLETED"),
+    "shared-1": ("local", "COMPLETED"),
+    "slurm-stopped-1": ("slurm", "CANCELLED"),
+    "slurm-torchrun-1": ("slurm", "COMPLETED"),
+    "ssh-stopped-1": ("ssh", "CANCELLED"),
+    "ssh-wait-1": ("ssh", "COMPLETED"),
+    "torchrun-done-1": ("local", "COMPLETED"),
+    "torchrun-stopped-1": ("local", "CANCELLED"),
+}
+"""The run of a sent spec, `.login/remote-1.json`, is on a cluster."""
 
 
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The archive, as if the runs had been submitted here."""
-    here = tmp_path_factory.mktemp("older")
-    with tarfile.open(ARCHIVE) as archive:
+def unpack(archive: str, here: Path) -> Path:
+    """Unpack runs as if they had been submitted here."""
+    with tarfile.open(GOLDEN / archive) as file:
         # Python 3.10 and 3.11 have the filter since a security release, and 3.12 warns where none is named.
-        archive.extractall(here, **({"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}))
+        file.extractall(here, **({"filter": "tar"} if hasattr(tarfile, "tar_filter") else {}))
     for path in here.rglob("*"):
         if path.is_file() and not path.is_symlink():
             path.write_bytes(path.read_bytes().replace(THERE, bytes(here)))
     return here / "runs"
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack("runs_0_1.tar.gz", tmp_path_factory.mktemp("older"))
+
+
+@pytest.fixture(scope="module")
+def runs_with_removed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return unpack("runs_0_2.tar.xz", tmp_path_factory.mktemp("removed"))
 
 
 def clusterddp(runs: Path, *arguments: str, code: int = 0) -> Any:
@@ -85,3 +115,64 @@ def test_one_that_was_stopped_is_resumed_from_its_checkpoint(runs: Path) -> None
     clusterddp(runs, "resume", run.name)
     clusterddp(runs, "wait", run.name)
     assert (run / "attempts/1/logs/rank-000.out").read_text() == "begins at 1990\nends at 2000\n"
+
+
+def test_runs_with_removed_features_are_listed_with_their_states(runs_with_removed: Path) -> None:
+    listed = clusterddp(runs_with_removed, "list", "-o", "json")
+    assert {row["run"]: (row["launcher"], row["state"]) for row in listed} == STATES_WITH_REMOVED
+
+
+@pytest.mark.parametrize("name", STATES_WITH_REMOVED)
+def test_a_run_with_a_removed_feature_is_read(runs_with_removed: Path, name: str) -> None:
+    launcher, state = STATES_WITH_REMOVED[name]
+    status = clusterddp(runs_with_removed, "status", name, "-o", "json")
+    assert (status["launcher"], status["state"], len(status["ranks"])) == (launcher, state, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("comm-auto-1", "comm auto: exact"),
+        ("exec-1", "begins at 0"),
+        ("function-1", "sum 3.5"),
+        ("joined-1", "begins at 0"),
+        ("slurm-torchrun-1", "begins at 0"),
+        ("ssh-wait-1", "begins at 0"),
+        ("torchrun-stopped-1", "begins at 0"),
+    ],
+)
+def test_what_a_run_with_a_removed_feature_printed_is_shown(runs_with_removed: Path, name: str, printed: str) -> None:
+    assert printed in clusterddp(runs_with_removed, "logs", name)
+
+
+@pytest.mark.parametrize("name", ["comm-auto-1", "joined-1", "notified-stopped-1", "slurm-torchrun-1"])
+def test_a_run_with_a_removed_feature_has_a_report(runs_with_removed: Path, tmp_path: Path, name: str) -> None:
+    page = tmp_path / "report.html"
+    clusterddp(runs_with_removed, "report", name, "--out", str(page))
+    assert f"<title>{name}" in page.read_text()
+
+
+def test_runs_with_removed_features_are_compared(runs_with_removed: Path) -> None:
+    names = ["relayed-1", "powersgd-1", "joined-1", "torchrun-done-1"]
+    compared = clusterddp(runs_with_removed, "compare", *names, "-o", "json")
+    assert [run["run"] for run in compared["runs"]] == names
+
+
+@pytest.mark.parametrize("name", ["exec-1", "notified-stopped-1"])
+def test_one_with_a_removed_feature_is_resumed(runs_with_removed: Path, name: str) -> None:
+    run = runs_with_removed / name
+    for rank in range(2):
+        path = run / "output" / f"steps-{rank}.json"
+        assert 0 < read_json(path) < 1_990
+        path.write_text("1990")
+    clusterddp(runs_with_removed, "resume", name)
+    clusterddp(runs_with_removed, "wait", name)
+    assert (run / "attempts/1/logs/rank-000.out").read_text() == "begins at 1990\nends at 2000\n"
+
+
+@pytest.mark.parametrize("name", ["relayed-1", "shared-1", "joined-1", "torchrun-done-1", "notified-1", "comm-auto-1"])
+def test_one_with_a_removed_feature_is_removed(tmp_path: Path, name: str) -> None:
+    runs = unpack("runs_0_2.tar.xz", tmp_path)
+    clusterddp(runs, "rm", name, "--yes")
+    assert not (runs / name).exists()
+    assert len(clusterddp(runs, "list", "-o", "json")) == len(STATES_WITH_REMOVED) - 1
