@@ -3,9 +3,9 @@
     python benchmarks/ssh_send.py DIRECTORY [ROUNDS]    (root: it starts a rack)
 
 Each way sends the directory to a place that is empty, over the same sshd; `again` is the same once more, with
-everything there already. clusterddp's time is that of a program that connects, starts the agent, compares, sends, has
-each sha256 checked there, and ends. The ways are run in turns; the figures are medians, and medians of each round's
-ratio, clusterddp's time to theirs. `sending` is the time between the first and the last byte alone.
+everything there already. clusterddp's time is that of a program that connects, starts the agent, compares, sends and
+ends. The ways are run in turns; the figures are medians, and medians of each round's ratio, clusterddp's time to
+theirs. `sending` is the time between the first and the last byte alone.
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from tests.testbed.rack import Rack, running_rack
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import json, os, sys, time
-from clusterddp.remote.upload import upload_data
-from clusterddp.remote.uploader import Uploader
+from clusterddp.remote.upload import Uploader, upload_data
 from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess
 from clusterddp.ssh.sessions import open_sessions

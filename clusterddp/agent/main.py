@@ -20,8 +20,8 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterddp.agent import gpus, network, results, runs, store, trial
-from clusterddp.agent.storage import find_place
+from clusterddp.agent import gpus, login, network, results, runs, store, trial
+from clusterddp.agent.store import find_place
 from clusterddp.agent.types import REQUESTS, Body, Host, Operation, Reply
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
@@ -53,6 +53,7 @@ OPERATIONS: dict[str, Operation] = {
     "facts.machine": read_facts,
     "facts.clock": read_clock,
     **gpus.OPERATIONS,
+    **login.OPERATIONS,
     **results.OPERATIONS,
     **network.OPERATIONS,
     **runs.OPERATIONS,

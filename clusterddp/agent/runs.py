@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from clusterddp.agent.store import check_out
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
@@ -37,8 +38,10 @@ class Hold:
 
 
 def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Make a run's directory, or bring one up to date for its next attempt."""
+    """Make a run's directory, or bring one up to date for its next attempt; `code`: the digest of its code."""
     run = RunDir(host.run_dir(request["name"]))
+    if request["code"] is not None:
+        check_out(host, request["code"], run.path)
     for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     attempt = run.attempt(int(request["attempt"]))

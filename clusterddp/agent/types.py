@@ -72,7 +72,11 @@ class Body:
         self.size = size
         self._stream = stream
         self._left = size
-        self._progress = progress
+        self._progress = [progress]
+
+    def on_progress(self, call: Callable[[], object]) -> None:
+        """Call a function whenever bytes have arrived."""
+        self._progress.append(call)
 
     def read(self, size: int = _CHUNK_BYTES) -> bytes:
         """Read at most `size` bytes; empty at the end.
@@ -85,7 +89,8 @@ class Body:
         if not data:
             raise EOFError("the connection ended in the middle of a request")
         self._left -= len(data)
-        self._progress()
+        for call in self._progress:
+            call()
         return data
 
     def read_all(self) -> bytes:
@@ -155,15 +160,19 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "run.ask": {"name": str, "what": str, "reason": str},
     "run.end": {"token": str, "patience_s": float | None},
     "run.remove": {"runs": dict[str, str]},
-    "run.prepare": {"name": str, "attempt": int, "plan": dict[str, Any], "record": dict[str, Any], "spec": str},
+    "run.prepare": {
+        "name": str,
+        "attempt": int,
+        "plan": dict[str, Any],
+        "record": dict[str, Any],
+        "spec": str,
+        "code": str | None,
+    },
     "run.release": {"token": str},
     "run.supervise": {"order": dict[str, Any], "variables": _VARIABLES, "patience_s": int},
-    "store.checkout": {"sum": str, "name": str},
     "store.compare": {"target": str},
-    "store.mark": {"nonce": str, "target": str | None},
-    "store.missing": {"sums": list[str]},
-    "store.put": {"kind": str, "sum": str | None, "target": str | None},
-    "store.seen": {"nonces": list[str], "target": str | None},
+    "store.missing": {"sum": str},
+    "store.put": {"sum": str | None, "target": str | None},
     "table.end": {"tokens": list[str]},
     "table.look": {"tokens": list[str] | None},
     "table.remove": {"places": list[str], "older_than_s": float},

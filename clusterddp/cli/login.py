@@ -32,7 +32,7 @@ from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.login.commands import Argument, LoginCommand
-    from clusterddp.remote.uploader import Progress
+    from clusterddp.remote.upload import Progress
     from clusterddp.spec.load import ResolvedSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])

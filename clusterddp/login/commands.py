@@ -12,8 +12,7 @@ from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.login.node import AT_LOGIN
 from clusterddp.planning.program import absent_notes, plan_program
 from clusterddp.remote.package import package
-from clusterddp.remote.upload import upload_code
-from clusterddp.remote.uploader import UPLOAD_TIMEOUT_S, Uploader, Watch
+from clusterddp.remote.upload import UPLOAD_TIMEOUT_S, Uploader, Watch, upload_code
 from clusterddp.run.code_files import SnapshotPlan
 from clusterddp.run.git import describe_commit
 from clusterddp.ssh.command import Write, open_command
@@ -198,7 +197,7 @@ def _lay_out(
     if snapshot:
         files = choose_files(snapshot.root, snapshot.files)
         digest = files.digest()
-        upload_code(Uploader(sessions={agent.host: agent}, watch=watch), digest, lambda: files, [agent.host])
+        upload_code(Uploader(sessions={agent.host: agent}, watch=watch), digest, lambda: files)
     facts = {
         "sum": digest,
         "at": code.at if code else ".",

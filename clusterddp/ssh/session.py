@@ -169,8 +169,12 @@ class Session:
 
     def _ask(self, do: str, facts: Mapping[str, Any], upload: Upload, timeout_s: float) -> Reply:
         self._send_line({"do": do, **facts, "size": upload.size}, timeout_s)
-        for chunk in upload.chunks:
-            self._send(chunk, timeout_s)
+        try:
+            for chunk in upload.chunks:
+                self._send(chunk, timeout_s)
+        except BaseException:  # the agent waits for the rest: the end of the connection makes it discard what it has
+            self.channel.close()
+            raise
         answer = self._parse(self._read_line(timeout_s))
         size = answer.pop("size", 0)
         if not isinstance(size, int) or not 0 <= size <= _MAX_DATA_BYTES:

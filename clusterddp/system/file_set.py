@@ -179,7 +179,7 @@ def leads_out(entry: Entry) -> bool:
 def to_json(entries: Iterable[Entry]) -> list[list[Any]]:
     """Convert entries to JSON; bytes that are not UTF-8 become lone surrogates."""
     return [
-        [_text(entry.name), entry.kind, entry.size, entry.mtime_ns, _text(entry.link), entry.sum.hex()]
+        [as_text(entry.name), entry.kind, entry.size, entry.mtime_ns, as_text(entry.link), entry.sum.hex()]
         for entry in entries
     ]
 
@@ -190,11 +190,11 @@ def from_json(rows: Any) -> Iterator[Entry]:
     Raises: ValueError: another program wrote them.
     """
     for name, kind, size, mtime_ns, link, content in build(list[tuple[str, str, int, int, str, str]], rows, "rows"):
-        raw = _raw(name)
+        raw = as_bytes(name)
         if kind not in KINDS or not is_safe_name(raw):
             raise ValueError(f"{name!r:.80} ({kind!r:.20}) is no valid entry")
         sum_ = bytes.fromhex(content)
-        yield Entry(name=raw, kind=kind, size=size, mtime_ns=mtime_ns, link=_raw(link), sum=sum_)
+        yield Entry(name=raw, kind=kind, size=size, mtime_ns=mtime_ns, link=as_bytes(link), sum=sum_)
 
 
 def show(name: bytes) -> str:
@@ -203,9 +203,11 @@ def show(name: bytes) -> str:
     return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def _text(name: bytes) -> str:
+def as_text(name: bytes) -> str:
+    """Return a name as text; bytes that are not UTF-8 become lone surrogates."""
     return name.decode("utf-8", "surrogateescape")
 
 
-def _raw(name: str) -> bytes:
+def as_bytes(name: str) -> bytes:
+    """Return the name that `as_text` has made a text of."""
     return name.encode("utf-8", "surrogateescape")

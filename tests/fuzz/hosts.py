@@ -182,7 +182,7 @@ def requests(root: Path) -> Target:
 
     from clusterddp.agent.types import Host
 
-    name, sum_, nonce = "asked.01234567", "0" * 64, "1" * 32
+    name, sum_ = "asked.01234567", "0" * 64
     part = {"path": "metrics.jsonl", "offset": 0, "limit": 100, "like": [[0, 1, sum_]]}
     gang = make_gang().to_json()
     requests: list[dict[str, Any]] = [
@@ -196,12 +196,8 @@ def requests(root: Path) -> Target:
         {"do": "run.ask", "name": name, "what": "cancel", "reason": "by hand"},
         {"do": "run.ask", "name": name, "what": "stacks", "reason": "1795600000-0a1b2c"},
         {"do": "run.release", "token": TOKEN},
-        {"do": "store.missing", "sums": [sum_]},
-        {"do": "store.checkout", "sum": sum_, "name": name},
-        {"do": "store.put", "kind": "code", "sum": sum_, "size": 3},
-        {"do": "store.mark", "nonce": nonce, "target": None},
-        {"do": "store.unmark"},
-        {"do": "store.seen", "nonces": [nonce], "target": None},
+        {"do": "store.missing", "sum": sum_},
+        {"do": "store.put", "sum": sum_, "size": 3},
         {"do": "store.compare", "target": "~/data", "size": 2},
         {"do": "table.stored", "older_than_s": 1e9},
         {"do": "table.remove", "places": ["runs/x"], "older_than_s": 1e9},
@@ -230,15 +226,15 @@ def requests(root: Path) -> Target:
 
 
 def trees(root: Path) -> Target:
+    from clusterddp.system.archive import Archive, unpack
     from clusterddp.system.file_set import from_json, list_files, to_json
-    from clusterddp.system.file_stream import FileStream, receive_files
 
     source, target = root / "tree", root / "work" / "tree"
     (source / "a").mkdir(parents=True)
     (source / "a" / "b.py").write_text("x" * 40)
     (source / "c").symlink_to("a/b.py")
     files = list_files(source)
-    stream = b"".join(FileStream(files=files).chunks())
+    archive = b"".join(Archive(files=files).chunks())
 
     def read(what: str, data: bytes, rng: random.Random) -> None:
         if what == "list":
@@ -247,7 +243,7 @@ def trees(root: Path) -> Target:
             return
         shutil.rmtree(target, ignore_errors=True)
         target.mkdir()
-        receive_files(io.BytesIO(data).read, target, read_only=False)
+        unpack(io.BytesIO(data).read, target, read_only=False)
 
-    examples = [Example(value=stream, what="stream"), Example(value=to_json(files.entries), what="list")]
+    examples = [Example(value=archive, what="archive"), Example(value=to_json(files.entries), what="list")]
     return Target(name="files on their way", examples=examples, read=read)

@@ -22,8 +22,7 @@ from clusterddp.launchers.ssh.preflight import preflight
 from clusterddp.launchers.ssh.sessions import Heartbeats, HostSessions, each, open_host_sessions
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh.plan import directory_name
-from clusterddp.remote.upload import upload_run
-from clusterddp.remote.uploader import Progress
+from clusterddp.remote.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir
@@ -149,10 +148,10 @@ class SshLauncher:
 def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], report: Report) -> str:
     preflight(sessions.plan, sessions)
     assert sessions.plan.ssh is not None
+    code = run.code.resolve() if run.code.is_symlink() else None
     uploaded = upload_run(
         sessions.by_host,
-        code=run.code.resolve() if run.code.is_symlink() else None,
-        run_name=directory_name(sessions.plan.run, sessions.plan.token),
+        code=code,
         send=[(each.source, each.target) for each in sessions.plan.ssh.send],
         watch=_UploadReport(report),
     )
@@ -161,7 +160,8 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
         report(f"note: {note}")
     write_json(run.plan, plan_json(plan))
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
-    orders = _prepare(plan, sessions, record, attempt, grants)
+    facts = {"attempt": attempt, "record": dataclasses.asdict(record), "code": code.name if code else None}
+    orders = _prepare(plan, sessions, grants, facts)
     secrets = {name: environ[name] for name in plan.secrets}
     patience_s = int(plan.gang.heartbeat_timeout_s) + len(orders) // _NODES_PER_S
     answer_s = plan.gang.start_timeout_s + _ANSWER_S
@@ -239,27 +239,33 @@ def _choose_resources(sessions: HostSessions, report: Report) -> tuple[Plan, dic
 
 
 def _prepare(
-    plan: Plan, sessions: HostSessions, record: RunRecord, attempt: int, grants: Mapping[int, Grant]
+    plan: Plan, sessions: HostSessions, grants: Mapping[int, Grant], of_run: Mapping[str, Any]
 ) -> list[SupervisorOrder]:
-    """Make the run's directory on every host; return each supervisor's order."""
+    """Make the run's directory on every host; return each supervisor's order.
+
+    `of_run`: the attempt, the record and the digest of the code, the same for all hosts.
+    """
     there = {host: _at_host(plan, session.hello) for host, session in sessions.by_host.items()}
 
     def facts(host: str) -> dict[str, Any]:
         return {
+            **of_run,
             "name": directory_name(plan.run, plan.token),
-            "attempt": attempt,
             "plan": there[host].to_json(),
-            "record": dataclasses.asdict(record),
             "spec": plan.spec_text,
         }
 
-    prepared = sessions.ask_all("run.prepare", facts)
+    # The first host alone: those that share its storage then find the run's copy of the code.
+    first = plan.gang.nodes[0].host
+    prepared = sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=[first])
+    others = [host for host in sessions.by_host if host != first]
+    prepared |= sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=others)
     return [
         SupervisorOrder(
             run_dir=Path(prepared[node.host].facts["run_dir"]),
             gang=there[node.host].gang,
             node_rank=node.node_rank,
-            attempt=attempt,
+            attempt=of_run["attempt"],
             link=None,
             parent_bound=True,
             hold=tuple(grants[node.node_rank].hold),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,23 +39,26 @@ class HostSessions:
     def by_node(self) -> dict[int, Session]:
         return {node.node_rank: self.by_host[node.host] for node in self.plan.gang.nodes}
 
-    def ask_all(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
-        """Ask every host.
+    def ask_all(
+        self, do: str, facts: Facts = None, *, timeout_s: float = 30.0, hosts: Collection[str] | None = None
+    ) -> dict[str, Reply]:
+        """Ask every host, or these.
 
         Raises: SshError, PreflightError: a host refuses or does not answer.
         """
-        replies = self._ask(do, facts, timeout_s)
+        replies = self._ask(do, facts, timeout_s, self.by_host if hosts is None else hosts)
         raise_for(errors_of(replies).values())
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
     def ask_willing(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
         """Ask every host; return the replies and put the errors into `failed`."""
-        replies = self._ask(do, facts, timeout_s)
+        replies = self._ask(do, facts, timeout_s, self.by_host)
         self.failed |= errors_of(replies)
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
-    def _ask(self, do: str, facts: Facts, timeout_s: float) -> dict[str, Reply | SshError]:
-        return ask_all(self.by_host, do, facts, timeout_s=timeout_s + EACH_S * len(self.by_host))
+    def _ask(self, do: str, facts: Facts, timeout_s: float, hosts: Collection[str]) -> dict[str, Reply | SshError]:
+        asked = {host: self.by_host[host] for host in hosts}
+        return ask_all(asked, do, facts, timeout_s=timeout_s + EACH_S * len(asked))
 
     def close(self) -> None:
         for session in self.by_host.values():

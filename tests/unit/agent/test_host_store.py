@@ -5,22 +5,20 @@ from __future__ import annotations
 import io
 import json
 import os
-import signal
 import subprocess
-import sys
+import tarfile
 import threading
-from collections.abc import Iterator
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.agent.storage import staging
-from clusterddp.agent.store import OPERATIONS
+from clusterddp.agent.store import _ABANDONED_S, OPERATIONS, check_out, staging
 from clusterddp.agent.types import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
-from clusterddp.system.file_set import KINDS, list_files, to_json
-from clusterddp.system.file_stream import _HEAD, FileStream
+from clusterddp.system.archive import Archive
+from clusterddp.system.file_set import list_files, to_json
 
 STRANGE = os.fsdecode(b"caf\xe9 \n.py")
 
@@ -53,35 +51,39 @@ def target(tmp_path: Path) -> Path:
 
 
 def ask(host: Host, do: str, body: bytes = b"", **facts: Any) -> dict[str, Any]:
-    answer = OPERATIONS[do](host, facts, Body(io.BytesIO(body), len(body)))
+    answer = OPERATIONS[do](host, {"sum": None, "target": None} | facts, Body(io.BytesIO(body), len(body)))
     return answer.facts | json.loads(b"".join(answer.chunks)) if isinstance(answer, Reply) else answer
 
 
-def stream(root: Path) -> bytes:
-    sending = FileStream(files=list_files(root))
-    data = b"".join(sending.chunks())
-    assert len(data) == sending.size
+def archive_of(root: Path) -> bytes:
+    archive = Archive(files=list_files(root))
+    data = b"".join(archive.chunks())
+    assert len(data) == archive.size
     return data
 
 
-def handmade(*entries: tuple[str, bytes, bytes]) -> bytes:
-    """Make a stream of (kind, name, link or nothing); files are empty."""
-    heads = []
-    for kind, name, link in entries:
-        heads.append(_HEAD.pack(KINDS.index(kind), len(name), len(link), 0) + name + link)  # type: ignore[arg-type]
-        if kind in ("file", "exec"):
-            heads.append(bytes.fromhex("e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855"))
-    return b"".join(heads) + _HEAD.pack(len(KINDS), 0, 0, 0)
+def handmade(*members: tuple[bytes, bytes, str]) -> bytes:
+    """Make an archive of (type, name, link or nothing); files are empty."""
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w", format=tarfile.GNU_FORMAT) as archive:
+        for kind, name, link in members:
+            info = tarfile.TarInfo(name.decode())
+            info.type, info.linkname = kind, link
+            archive.addfile(info)
+    return data.getvalue()
+
+
+FILE, LINK, HARD_LINK, DEVICE = tarfile.REGTYPE, tarfile.SYMTYPE, tarfile.LNKTYPE, tarfile.CHRTYPE
 
 
 def put_code(host: Host, root: Path) -> Path:
     digest = list_files(root).digest()
-    ask(host, "store.put", stream(root), kind="code", sum=digest)
+    ask(host, "store.put", archive_of(root), sum=digest)
     return host.root / "code" / digest
 
 
 def put_data(host: Host, root: Path, target: Path) -> None:
-    ask(host, "store.put", stream(root), kind="data", target=str(target))
+    ask(host, "store.put", archive_of(root), target=str(target))
 
 
 def compare(host: Host, root: Path, target: Path, *, sums: bool = False) -> dict[str, list[str]]:
@@ -92,7 +94,7 @@ def compare(host: Host, root: Path, target: Path, *, sums: bool = False) -> dict
     entries = files.entries
     answer = ask(host, "store.compare", json.dumps(to_json(entries)).encode(), target=str(target))
     verdicts = ("absent", "unsure", "changed", "other")
-    found = {verdict: [os.fsdecode(entries[number].name) for number in answer[verdict]] for verdict in verdicts}
+    found = {verdict: [os.fsdecode(entries[int(number)].name) for number in answer[verdict]] for verdict in verdicts}
     return {verdict: names for verdict, names in found.items() if names}
 
 
@@ -119,13 +121,13 @@ def test_a_snapshot_keeps_its_executable_bits(host: Host, source: Path) -> None:
 
 def test_a_snapshot_that_is_there_is_not_missing(host: Host, source: Path) -> None:
     digests = [put_code(host, source).name, "0" * 64]
-    assert ask(host, "store.missing", kind="code", sums=digests) == {"missing": ["0" * 64]}
+    assert [ask(host, "store.missing", sum=digest) for digest in digests] == [{"missing": False}, {"missing": True}]
 
 
 def test_a_snapshot_that_is_asked_for_is_no_old_one(host: Host, source: Path) -> None:
     code = put_code(host, source)
     os.utime(code, (0, 0))
-    ask(host, "store.missing", kind="code", sums=[code.name])
+    ask(host, "store.missing", sum=code.name)
     assert code.stat().st_mtime > 0
 
 
@@ -133,21 +135,21 @@ def test_a_damaged_snapshot_is_missing_and_gets_replaced(host: Host, source: Pat
     code = put_code(host, source)
     (code / "train.py").chmod(0o600)
     (code / "train.py").write_text("print('changed')\n")
-    assert ask(host, "store.missing", kind="code", sums=[code.name]) == {"missing": [code.name]}
+    assert ask(host, "store.missing", sum=code.name) == {"missing": True}
     put_code(host, source)
-    assert ask(host, "store.missing", kind="code", sums=[code.name]) == {"missing": []}
+    assert ask(host, "store.missing", sum=code.name) == {"missing": False}
 
 
 def test_a_snapshot_with_another_sum_is_refused(host: Host, source: Path) -> None:
     with pytest.raises(ClusterddpError, match=r"sum [0-9a-f]{12}, expected 000000000000"):
-        ask(host, "store.put", stream(source), kind="code", sum="0" * 64)
+        ask(host, "store.put", archive_of(source), sum="0" * 64)
     assert what_lies_in(host.root / "code") == {}
 
 
-@pytest.mark.parametrize("name", [b"/etc/x", b"../x", b"a/../../x", b"a//b", b"a/.", b"", b"x\0y"])
+@pytest.mark.parametrize("name", [b"/etc/x", b"../x", b"a/../../x", b"a//b", b"a/."])
 def test_a_name_that_leads_out_is_refused(host: Host, name: bytes) -> None:
     with pytest.raises(ClusterddpError, match="leads out"):
-        ask(host, "store.put", handmade(("file", name, b"")), kind="code", sum="0" * 64)
+        ask(host, "store.put", handmade((FILE, name, "")), sum="0" * 64)
     assert what_lies_in(host.root / "code") == {}
 
 
@@ -155,36 +157,35 @@ def test_a_name_that_leads_out_is_refused(host: Host, name: bytes) -> None:
 def test_nothing_is_written_through_what_came_before(host: Host, tmp_path: Path, first: str) -> None:
     outside = tmp_path / "outside"
     outside.mkdir()
-    link = os.fsencode(outside) if first == "link" else b""
-    data = handmade((first, b"a", link), ("file", b"a/x", b""))
-    with pytest.raises(ClusterddpError, match="the stream has it twice"):
-        ask(host, "store.put", data, kind="code", sum="0" * 64)
+    data = handmade((LINK, b"a", str(outside)) if first == "link" else (FILE, b"a", ""), (FILE, b"a/x", ""))
+    with pytest.raises(ClusterddpError, match="the archive has it twice"):
+        ask(host, "store.put", data, sum="0" * 64)
     assert what_lies_in(outside) == {}
 
 
 @pytest.mark.parametrize(
     "data",
-    [b"\x1f\x8b" + bytes(600), bytes(100), _HEAD.pack(9, 1, 0, 0) + b"x", handmade(("dir", b"d", b"content"))],
-    ids=["gzip", "zeros", "device", "directory with content"],
+    [b"\x1f\x8b" + bytes(600), bytes(100), handmade((DEVICE, b"x", "")), handmade((HARD_LINK, b"x", "/etc/passwd"))],
+    ids=["gzip", "zeros", "device", "hard link"],
 )
-def test_what_is_no_stream_of_files_is_refused(host: Host, data: bytes) -> None:
+def test_what_is_no_archive_of_files_is_refused(host: Host, data: bytes) -> None:
     with pytest.raises(ClusterddpError):
-        ask(host, "store.put", data, kind="code", sum="0" * 64)
+        ask(host, "store.put", data, sum="0" * 64)
     assert what_lies_in(host.root / "code") == {}
 
 
-def test_a_stream_that_ends_early_is_refused(host: Host, source: Path) -> None:
-    with pytest.raises(ClusterddpError, match="the connection ended before the last file"):
-        ask(host, "store.put", stream(source)[:-1], kind="code", sum=list_files(source).digest())
+def test_an_archive_that_ends_early_is_refused(host: Host, source: Path) -> None:
+    with pytest.raises(ClusterddpError, match=r"no complete archive \(unexpected end of data\)"):
+        ask(host, "store.put", archive_of(source)[:100_000], sum=list_files(source).digest())
     assert what_lies_in(host.root / "code") == {}
 
 
 def test_a_connection_that_ends_leaves_nothing(host: Host, source: Path) -> None:
-    data = stream(source)
+    data = archive_of(source)
     with pytest.raises(EOFError):
         OPERATIONS["store.put"](
             host,
-            {"kind": "code", "sum": list_files(source).digest()},
+            {"sum": list_files(source).digest(), "target": None},
             Body(io.BytesIO(data[: len(data) // 2]), len(data)),
         )
     assert what_lies_in(host.root / "code") == {}
@@ -220,23 +221,24 @@ def test_a_disk_that_runs_full_is_left_as_it_was(host: Host, source: Path) -> No
 
 def test_a_run_gets_its_code_as_hard_links(host: Host, source: Path) -> None:
     code = put_code(host, source)
-    answer = ask(host, "store.checkout", sum=code.name, name="brisk-otter-3.01234567")
-    copy = host.root / "runs" / "brisk-otter-3.01234567" / "code"
-    assert (answer["code"], what_lies_in(copy)) == (str(copy), what_lies_in(source))
+    run = host.root / "runs" / "brisk-otter-3.01234567"
+    check_out(host, code.name, run)
+    copy = run / "code"
+    assert what_lies_in(run) == {"code": "/"} | {f"code/{name}": at for name, at in what_lies_in(source).items()}
     assert (copy / "train.py").stat().st_ino == (code / "train.py").stat().st_ino
 
 
 def test_a_run_keeps_the_code_that_it_has(host: Host, source: Path) -> None:
     code = put_code(host, source)
     for _ in range(2):
-        ask(host, "store.checkout", sum=code.name, name="run.01234567")
+        check_out(host, code.name, host.root / "runs" / "run.01234567")
         code.rename(host.root / "gone") if code.exists() else None
     assert what_lies_in(host.root / "runs" / "run.01234567") != {}
 
 
 def test_a_missing_snapshot_is_reported(host: Host) -> None:
     with pytest.raises(ClusterddpError, match="is gone from this host"):
-        ask(host, "store.checkout", sum="0" * 64, name="run.01234567")
+        check_out(host, "0" * 64, host.root / "runs" / "run.01234567")
 
 
 # Data.
@@ -256,6 +258,25 @@ def test_only_what_is_absent_is_asked_for(host: Host, source: Path, target: Path
     put_data(host, source, target)
     (source / "more").write_text("more")
     assert compare(host, source, target) == {"absent": ["more"]}
+
+
+def test_data_that_another_host_has_put_into_shared_storage_is_the_same(
+    host: Host, source: Path, target: Path, tmp_path: Path
+) -> None:
+    put_data(host, source, target)
+    another = Host(root=tmp_path / "another", package=host.root, patience_s=60)
+    assert compare(another, source, target) == {}
+
+
+def test_who_has_not_sent_a_file_names_it_as_the_one_who_has(
+    host: Host, source: Path, target: Path, tmp_path: Path
+) -> None:
+    put_data(host, source, target)
+    (source / "train.py").write_text("print('a newer one')\n")
+    another = Host(root=tmp_path / "another", package=host.root, patience_s=60)
+    listing = json.dumps(to_json(list_files(source).entries)).encode()
+    here, there = (ask(each, "store.compare", listing, target=str(target)) for each in (host, another))
+    assert here["changed"] == there["other"] != {}
 
 
 def test_more_data_comes_beside_what_is_there(host: Host, source: Path, target: Path) -> None:
@@ -357,7 +378,7 @@ def test_a_target_may_be_a_link_to_a_directory(host: Host, source: Path, target:
 
 def test_a_link_that_leads_out_of_data_is_refused(host: Host, target: Path) -> None:
     with pytest.raises(ClusterddpError, match="leads out"):
-        ask(host, "store.put", handmade(("link", b"d/l", b"../../x")), kind="data", target=str(target))
+        ask(host, "store.put", handmade((LINK, b"d/l", "../../x")), target=str(target))
     assert not target.exists()
 
 
@@ -377,62 +398,39 @@ def test_two_may_send_the_same_data_at_once(host: Host, source: Path, target: Pa
     assert (errors, what_lies_in(target)) == ([], what_lies_in(source))
 
 
-def test_what_changed_while_it_was_sent_is_refused(host: Host, source: Path, target: Path) -> None:
-    sending = FileStream(files=list_files(source))
-    (source / "train.py").write_text("print('changed')\n")
-    (source / "run.sh").unlink()
-    data = b"".join(sending.chunks())
-    with pytest.raises(ClusterddpError, match=r"run\.sh: it changed on the sender's side"):
-        ask(host, "store.put", data, kind="data", target=str(target))
-    assert sending.spoiled == [
-        f"{source}/run.sh: cannot be read: No such file or directory",
-        f"{source}/train.py: changed while it was sent",
-    ]
-    assert what_lies_in(target.parent) == {}
+@pytest.mark.parametrize("how", ["changed while it was sent", "cannot be read: No such file or directory"])
+def test_what_changes_while_it_is_sent_is_named(source: Path, how: str) -> None:
+    archive = Archive(files=list_files(source))
+    (source / "train.py").unlink()
+    if "changed" in how:
+        (source / "train.py").write_text("print('changed')\n")
+    with pytest.raises(ClusterddpError, match=rf"train\.py: {how}"):
+        list(archive.chunks())
 
 
-# Staging, marks.
-
-WRITER = """
-import sys
-from pathlib import Path
-from clusterddp.agent.storage import staging
-with staging(Path(sys.argv[1])) as tree:
-    (tree / "half").write_text("half")
-    print("up", flush=True)
-    sys.stdin.read()
-"""
+# Staging.
 
 
-@pytest.fixture
-def writer(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    argv = [sys.executable, "-c", WRITER, str(tmp_path)]
-    process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-    assert process.stdout is not None
-    assert process.stdout.readline() == "up\n"
-    yield process
-    process.kill()
-    process.communicate()
-
-
-def test_what_a_killed_writer_left_is_removed_by_the_next(writer: subprocess.Popen[str], tmp_path: Path) -> None:
-    writer.send_signal(signal.SIGKILL)
-    writer.wait()
+def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path: Path) -> None:
+    left = tmp_path / ".clusterddp-incoming-0123" / "tree"
+    left.mkdir(parents=True)
+    long_ago = time.time() - _ABANDONED_S - 60
+    os.utime(left.parent, (long_ago, long_ago))
     with staging(tmp_path) as tree:
         assert list(tmp_path.iterdir()) == [tree.parent]
 
 
-def test_what_a_living_writer_writes_is_left_to_it(writer: subprocess.Popen[str], tmp_path: Path) -> None:
-    with staging(tmp_path):
+def test_what_a_living_writer_writes_is_left_to_it(tmp_path: Path) -> None:
+    with staging(tmp_path), staging(tmp_path):
         assert len(list(tmp_path.iterdir())) == 2
 
 
-def test_a_mark_is_seen_until_it_is_taken_away(host: Host, target: Path) -> None:
-    here, there = "a" * 32, "b" * 32
-    ask(host, "store.mark", nonce=here, target=str(target))
-    assert ask(host, "store.seen", nonces=[here, there], target=str(target)) == {"seen": [here]}
-    ask(host, "store.unmark")
-    assert ask(host, "store.seen", nonces=[here], target=str(target)) == {"seen": []}
+def test_a_writer_lives_while_bytes_arrive(tmp_path: Path) -> None:
+    body = Body(io.BytesIO(b"x"), 1)
+    with staging(tmp_path, body) as tree:
+        os.utime(tree.parent, (0, 0))
+        body.read()
+        assert tree.parent.stat().st_mtime > 0
 
 
 def in_threads(count: int, function: Any) -> list[BaseException]:
