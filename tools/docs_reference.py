@@ -133,7 +133,7 @@ def environment_page() -> str:
     lines += ["## Given to each rank", "", *filled("Besides torchrun's variables, which are below."), ""]
     lines += _variables(GIVEN)
     lines += ["## Given to a command of notify", "", *_variables(NOTIFIED)]
-    renamed = "`exec` and `shell` rename the variables by which a program would take itself for a rank of the run."
+    renamed = "`exec` renames the variables by which a program would take itself for a rank of the run."
     lines += ["## Given to a command beside a rank", "", *filled(renamed), "", *_variables(EXEC)]
     lines += ["## Set for clusterddp's own processes", "", *filled("Do not rely on them."), "", *_variables(INTERNAL)]
     lines += [

@@ -1,15 +1,11 @@
-"""Runs a program of clusterddp for a laptop: a command on a login node, or a command beside a rank on a host.
+"""Runs a program of clusterddp on a login node for a laptop.
 
 Its output is that of the SSH connection. The laptop sends lines of JSON: first the order, then `{"signal": number}`
 when the user presses Ctrl-C, and `{}` as a heartbeat every ten seconds. When the connection ends or heartbeats stop,
 the command has 120 s to finish; then it gets SIGTERM.
 
 order: {"module": str, "arguments": [str], "variables": {str: str}, "needs": [str], "directory": str | null,
-        "runs_dir": str, "discard": str | null, "input": {"terminal": {"rows": int, "columns": int} | null} | null}
-
-With `input` the command reads what the laptop sends as `{"in": base64}` and `{"eof": true}`, with `terminal` from a
-pseudoterminal, whose size follows `{"size": [rows, columns]}`. Such a command ends with the connection: it gets SIGHUP
-at once, and SIGKILL after 5 s.
+        "runs_dir": str, "discard": str | null}
 """
 
 from __future__ import annotations
@@ -27,15 +23,12 @@ import threading
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp.agent.streams import Streams
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S
 
 MARK = "clusterddp-agent "
 _GRACE_S = 120.0
 """How long a command may go on without a connection: sbatch waits for a busy controller."""
-_HANG_UP_S = 5.0
-"""How long a command that reads from the laptop has after SIGHUP."""
 _COMMAND = """\
 import runpy, sys
 sys.path.pop(0)
@@ -70,11 +63,8 @@ def _run() -> int:
         sys.stderr.flush()
         argv = [sys.executable, "-c", _COMMAND, order["module"], *order["arguments"]]
         cwd = order["directory"] or str(Path.home())
-        if order["input"] is not None:
-            streams = Streams(order["input"]["terminal"])
-            return _wait_for(streams.start(argv, environment, cwd), streams)
         child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=environment, cwd=cwd, start_new_session=True)
-        return _wait_for(child, None)
+        return _wait_for(child)
     finally:
         if order["discard"]:
             shutil.rmtree(order["discard"], ignore_errors=True)
@@ -119,51 +109,33 @@ def _numbers(version: str) -> tuple[int, ...]:
     return tuple(int(part) if part.isdigit() else 0 for part in version.split(".")[:3])
 
 
-def _wait_for(child: subprocess.Popen[bytes], streams: Streams | None) -> int:
+def _wait_for(child: subprocess.Popen[bytes]) -> int:
     """Forward signals until the command has ended; return its exit code."""
     inbox: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(inbox, streams), daemon=True).start()
+    threading.Thread(target=_listen, args=(inbox,), daemon=True).start()
     threading.Thread(target=lambda: inbox.put({"ended": child.wait()}), daemon=True).start()
-    patience_s, parent = HEARTBEAT_TIMEOUT_S, os.getppid()  # the laptop sends a line every ten seconds
+    patience_s = HEARTBEAT_TIMEOUT_S  # the laptop sends a line every ten seconds
     while True:
         try:
             message = inbox.get(timeout=patience_s)
         except queue.Empty:
-            if streams is not None and streams.is_full and os.getppid() == parent:
-                continue  # the laptop's next line waits until the command reads
             message = None
         if message is None and patience_s == HEARTBEAT_TIMEOUT_S:
-            patience_s = _let_go(child, streams)  # the laptop is gone
+            patience_s = _GRACE_S  # the laptop is gone
         elif message is None:
-            number = signal.SIGTERM if streams is None else signal.SIGKILL
-            _signal(child, number)
-            return 128 + number
+            _signal(child, signal.SIGTERM)
+            return 128 + signal.SIGTERM
         elif "ended" in message:
-            return _finish(message["ended"], streams)
+            code = int(message["ended"])
+            return code if code >= 0 else 128 - code
         elif "signal" in message:
             _signal(child, message["signal"])
 
 
-def _let_go(child: subprocess.Popen[bytes], streams: Streams | None) -> float:
-    """End a command that reads from the laptop; return how many seconds the command may still run."""
-    if streams is None:
-        return _GRACE_S
-    _signal(child, signal.SIGHUP)
-    return _HANG_UP_S
-
-
-def _finish(code: int, streams: Streams | None) -> int:
-    if streams is not None:
-        streams.finish()
-    return code if code >= 0 else 128 - code
-
-
-def _listen(inbox: queue.SimpleQueue[Message | None], streams: Streams | None) -> None:
+def _listen(inbox: queue.SimpleQueue[Message | None]) -> None:
     with contextlib.suppress(ValueError):  # cut in the middle of a line
         for line in sys.stdin.buffer:
-            message = json.loads(line)
-            if streams is None or not streams.take(message):
-                inbox.put(message)
+            inbox.put(json.loads(line))
     inbox.put(None)
 
 

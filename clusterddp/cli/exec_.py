@@ -1,16 +1,22 @@
-"""The commands exec and shell: a command, or an interactive shell, beside a running rank."""
+"""The command exec: a command, or a shell, beside a running rank. This process becomes it."""
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
 from clusterddp.cli.arguments import command, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal
-from clusterddp.errors import UsageError
+from clusterddp.errors import ClusterddpError, PreflightError, UsageError
+from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
+
+if TYPE_CHECKING:
+    from clusterddp.run.record import RankRecord
 
 _SHELL = ("/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}"')
 
@@ -18,64 +24,66 @@ _SHELL = ("/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}"')
 @command("exec")
 @works_at_login
 @run_argument(default=None)
-@click.argument("argv", metavar="[--] CMD [ARG]...", nargs=-1, type=click.UNPROCESSED)
-@click.option(
-    "--rank", "ranks", metavar="RANKS", default="0", help="Beside rank 0 (default), or beside each of 0,3-5, or all."
-)
+@click.argument("argv", metavar="[-- CMD [ARG]...]", nargs=-1, type=click.UNPROCESSED)
+@click.option("--rank", type=click.IntRange(min=0), metavar="N", default=0, help="Beside rank N; 0 by default.")
 @runs_option
 @click.pass_obj
-def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], ranks: str, runs_dir: Path) -> int:
-    """Run a command beside a running rank: on its machine, in its job and directory, with its environment.
+def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, runs_dir: Path) -> NoReturn:
+    """Run a command, or without CMD a shell, beside a running rank: on its machine, in its job, with its environment.
 
-    The command is no rank: RANK, MASTER_PORT and the like are CLUSTERDDP_EXEC_RANK, CLUSTERDDP_EXEC_MASTER_PORT there.
-    It ends with its rank, and with this command. The exit code is its own; with several ranks each line begins with its
-    rank, and the exit code is the highest one.
+    It is srun on Slurm and your own ssh over SSH. The command is no rank: RANK, MASTER_PORT and the like are
+    CLUSTERDDP_EXEC_RANK, CLUSTERDDP_EXEC_MASTER_PORT there. It is killed when its run ends. The exit code is its own.
 
     \b
+    clusterddp exec RUN
     clusterddp exec RUN -- nvidia-smi
     clusterddp exec RUN --rank 5 -- sh -c 'df -h . && ls'
-    clusterddp exec RUN --rank all -- nvidia-smi --query-gpu=memory.used --format=csv
     """
-    from clusterddp.look.logs import parse_ranks
-    from clusterddp.run.record import read_gang
-    from clusterddp.submission.exec_ranks import find_running
-    from clusterddp.system.keyboard import Keyboard, has_terminal
+    from clusterddp.launchers.registry import launcher_named
+    from clusterddp.planning.environment import python_path
+    from clusterddp.run.record import read_run
+    from clusterddp.slurm.commands import slurm_environment
 
-    if not argv:
-        raise UsageError("no command is given", hint=f"clusterddp exec {name} --rank {ranks} -- nvidia-smi")
-    run = find_run(runs_dir, name)
-    chosen = parse_ranks(ranks, read_gang(run).world_size)
-    running = find_running(run, terminal.environ, ranks=chosen)
-    keyboard = Keyboard(terminal=has_terminal()) if len(chosen) == 1 else None
-    return running.exec_command(argv, terminal.environ, keyboard)
+    run = RunDir(find_run(runs_dir, name).path.absolute())
+    record = read_run(run)
+    attempt, beside = _find_running(run, rank, terminal)
+    launcher = launcher_named(record.launcher, terminal.environ)
+    words = [str(attempt), str(rank), *(argv or _SHELL)]
+    started = launcher.exec_argv(run, record, beside, words, terminal=os.isatty(0))
+    os.chdir(run.launcher_dir)  # no file there hides a module of Python's
+    try:
+        os.execvpe(started[0], started, slurm_environment(terminal.environ) | python_path(terminal.environ))
+    except FileNotFoundError as error:
+        raise ClusterddpError(f"there is no {started[0]} on PATH") from error
 
 
-@command("shell")
-@works_at_login
-@run_argument()
-@click.option("--rank", type=click.IntRange(min=0), metavar="K", help="Beside rank K; 0 by default.")
-@click.option("--node", "node_rank", type=click.IntRange(min=0), metavar="N", help="Beside the first rank of node N.")
-@runs_option
-@click.pass_obj
-def shell(terminal: Terminal, *, name: str, rank: int | None, node_rank: int | None, runs_dir: Path) -> int:
-    """Open a shell beside a running rank: on its machine, in its job and directory, with its environment.
+def _find_running(run: RunDir, rank: int, terminal: Terminal) -> tuple[int, RankRecord]:
+    """Find a running rank; return the number of its attempt, too.
 
-    As with exec the shell is no rank, and ends with its rank.
-
-    \b
-    clusterddp shell RUN
-    clusterddp shell RUN --node 1
+    Raises: UsageError: it does not run, or the run is another user's. PreflightError: its machine or Slurm does not
+    answer.
     """
-    from clusterddp.submission.exec_ranks import find_running
-    from clusterddp.system.keyboard import Keyboard, has_terminal
+    from clusterddp.launchers.state import read_state
+    from clusterddp.results.sync import Synchroniser
+    from clusterddp.run.record import read_rank
+    from clusterddp.run.view import RunState
 
-    if rank is not None and node_rank is not None:
-        raise UsageError("--rank and --node both choose the place of the shell, expected one of them")
-    if not has_terminal():
-        hint = f"clusterddp exec {name} -- CMD runs a command"
-        raise UsageError("a shell needs a terminal as standard input, output and error", hint=hint)
-    running = find_running(find_run(runs_dir, name), terminal.environ, ranks=[rank or 0], node_rank=node_rank)
-    return running.exec_command(_SHELL, terminal.environ, Keyboard(terminal=True))
+    if os.stat(run.path).st_uid != os.geteuid():  # root, too, would start the command as another user than the rank's
+        raise UsageError(f"{run.name} is another user's; a command runs beside your own ranks only")
+    with Synchroniser([run], terminal.environ, interval_s=0.5) as sync:
+        sync.update()
+        view = read_state(run)
+    if view.state is RunState.UNKNOWN:
+        raise PreflightError(f"{run.name}: whether its ranks run is not known: {view.reason}")
+    if view.state is not RunState.RUNNING or view.attempt is None:
+        hint = f"clusterddp status {run.name} shows when its ranks run"
+        if view.finished:
+            hint = f"clusterddp logs {run.name} shows what it wrote; clusterddp rerun {run.name} starts it again"
+        raise UsageError(f"{run.name} has no running rank: it is {view.state.value}", hint=hint)
+    record = read_rank(run.attempt(view.attempt), rank)
+    if record is None or record.ended is not None:
+        raise UsageError(f"{run.name}: rank {rank} does not run", hint=f"clusterddp status {run.name}")
+    return view.attempt, record
 
 
-COMMANDS = {"exec": exec_, "shell": shell}
+COMMANDS = {"exec": exec_}

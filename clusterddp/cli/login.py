@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -38,8 +37,6 @@ if TYPE_CHECKING:
 _F = TypeVar("_F", bound=Callable[..., Any])
 _STARTING = frozenset({"submit", "rerun", "resume"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
-_READING = frozenset({"exec", "shell"})
-"""Commands that read standard input."""
 _LARGE_UPLOAD_BYTES = 5_000_000
 """From this size on an upload is worth a line."""
 
@@ -194,12 +191,6 @@ def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) ->
     login_command = LoginCommand(
         arguments=given_arguments(context, changed, []), variables=_variables(context.obj, node)
     )
-    if context.info_name in _READING:
-        from clusterddp.system.keyboard import Keyboard, has_terminal
-
-        variables = {**login_command.variables, "TERM": context.obj.environ.get("TERM", "dumb")}
-        keyboard = Keyboard(terminal=has_terminal())
-        login_command = dataclasses.replace(login_command, variables=variables, keyboard=keyboard)
     return _run(node, login_command, context)
 
 

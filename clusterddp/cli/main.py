@@ -31,8 +31,7 @@ _COMMANDS = {
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
     "stacks": ("stacks", "Look", "show where each rank is: who waits for whom, and why a run hangs"),
-    "exec": ("exec_", "Look", "run a command beside a running rank, on its machine and in its job"),
-    "shell": ("exec_", "Look", "open a shell beside a running rank"),
+    "exec": ("exec_", "Look", "run a command, or a shell, beside a running rank, on its machine and in its job"),
     "wait": ("runs", "Look", "wait until a run has ended"),
     "du": ("removal", "Look", "show how much disk runs take"),
     "rm": ("removal", "Run", "remove runs that have ended"),
@@ -51,7 +50,9 @@ _COMMANDS = {
 }
 """Command -> its module in this package, the group in `--help`, what it does."""
 
-_REMOVED: dict[str, str] = {}
+_REMOVED: dict[str, str] = {
+    "shell": "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one",
+}
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""
 
 WITHOUT_JSON = {
@@ -62,7 +63,6 @@ WITHOUT_JSON = {
     "manifest": "prints a manifest",
     "worker": "standard output is the rank's",
     "exec": "standard output is the command's",
-    "shell": "standard output is the shell's",
     "dash": "serves pages until Ctrl-C",
     "help": "prints a page of the reference",
     "schema": "prints a JSON Schema",

@@ -77,7 +77,7 @@ def _become_rank(here: Worker, decided: Decided, run: RunDir, master: MasterPort
     environment.pop(JOIN_KEY, None)  # the program does not need it
     if master is not None and not here.launched.port_is_taken:
         environment |= master.keep_over_exec(listening=here.takes_listener)
-    os.execve(argv[0], argv, environment)  # noqa: S606  the same process becomes the rank
+    os.execve(argv[0], argv, environment)  # the same process becomes the rank
 
 
 @contextlib.contextmanager

@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from collections.abc import Mapping
+import sys
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.launchers.exec_command import ExecCommand, exec_here
+from clusterddp.planning.command_lines import EXEC_MODULE
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, find_processes
@@ -85,9 +86,11 @@ class ExternalLauncher:
             hint="py-spy dump --pid PID shows the stacks of one process; clusterddp status has the pids",
         )
 
-    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
-        """Run it on this machine; ranks of other machines are not found."""
-        return exec_here(run, attempt, command, self._environ)
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the program for this machine; it does not find ranks of other machines."""
+        return [sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.record import FOREIGN
 
 if TYPE_CHECKING:
-    from clusterddp.launchers.exec_command import ExecCommand
     from clusterddp.planning.plan import Plan
     from clusterddp.results.sync import Synchroniser
     from clusterddp.run.directory import AttemptDir, RunDir
     from clusterddp.run.outcome import AttemptEnd
-    from clusterddp.run.record import RunRecord
+    from clusterddp.run.record import RankRecord, RunRecord
     from clusterddp.run.view import RunView
     from clusterddp.slurm.queue import Slurm
 
@@ -67,10 +66,13 @@ class Launcher(Protocol):
         Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
         """
 
-    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
-        """Run a command beside running ranks of one node, with their machine and job; return its exit code.
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the program that runs a command on the machine, and in the job, of a running rank.
 
-        Raises: ClusterddpError: the machine or the job of the ranks cannot be reached.
+        `words`: the arguments of node/exec_command.py after the run's directory. `terminal`: somebody types into it.
+        Raises: ClusterddpError: the job of the rank does not run, or it is in a container.
         """
 
     def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:

@@ -19,7 +19,6 @@ from clusterddp.ssh.command import Write, open_command
 from clusterddp.ssh.session import HostAccess, Session
 from clusterddp.ssh.sessions import open_sessions
 from clusterddp.system.file_set import choose_files
-from clusterddp.system.keyboard import Keyboard
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
@@ -74,8 +73,6 @@ class LoginCommand:
     files: Mapping[str, str] = field(default_factory=dict)
     discard: bool = False
     """Remove its files when it has ended."""
-    keyboard: Keyboard | None = None
-    """What it reads; None: nothing."""
 
 
 def plan_command(
@@ -168,7 +165,7 @@ def run_at_login(
             answer = command.start(_order(login, login_command, laid))
             if answer["missing"]:
                 raise _lacks(login, answer["python"], answer["missing"])
-            return command.wait(agent, write_out, write_err, login_command.keyboard)
+            return command.wait(agent, write_out, write_err)
 
 
 def _order(login: Login, login_command: LoginCommand, laid: Mapping[str, str]) -> dict[str, Any]:
@@ -183,7 +180,6 @@ def _order(login: Login, login_command: LoginCommand, laid: Mapping[str, str]) -
         "directory": laid.get("directory"),
         "runs_dir": login.runs_dir,
         "discard": place if login_command.discard and place else None,
-        "input": login_command.keyboard.facts() if login_command.keyboard else None,
     }
 
 

@@ -163,7 +163,7 @@ def _import_first() -> None:
         import_first(text.split(","))
     except (Exception, SystemExit):
         # The entry's own import reports it, in a new process: torch cannot be imported twice.
-        os.execv(sys.executable, sys.orig_argv)  # noqa: S606  the same process
+        os.execv(sys.executable, sys.orig_argv)  # the same process
     gc.enable()
 
 

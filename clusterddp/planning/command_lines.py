@@ -5,6 +5,9 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 
+EXEC_MODULE = "clusterddp.node.exec_command"
+"""Becomes the command of `exec` on the machine of its rank."""
+
 
 def local_task_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
     """Return the command that starts the task of a local run."""

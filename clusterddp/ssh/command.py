@@ -1,4 +1,4 @@
-"""Runs a clusterddp command on a host: passes on its output while it is written, sends it Ctrl-C and its input."""
+"""Runs a clusterddp command on a host: passes on its output while it is written, and sends it Ctrl-C."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from typing import Any
 
 from clusterddp.errors import SshError
 from clusterddp.ssh.session import BOOT_TIMEOUT_S, HostAccess, Package, Session
-from clusterddp.system.keyboard import Keyboard
 
 HEARTBEAT_INTERVAL_S = 10.0
 _HEARTBEAT_TIMEOUT_S = 20.0
@@ -50,10 +49,9 @@ class Command(Session):
         self._send_line(order, BOOT_TIMEOUT_S)
         return self.read_marked({"missing": list[str], "python": str}, BOOT_TIMEOUT_S)
 
-    def wait(self, agent: Session, write_out: Write, write_err: Write, keyboard: Keyboard | None = None) -> int | None:
+    def wait(self, agent: Session, write_out: Write, write_err: Write) -> int | None:
         """Pass on the command's output until it has ended; return its exit code, None when the connection broke.
 
-        `keyboard`: what the command reads; None: nothing.
         Raises: OSError: the output cannot be written here; the command then gets SIGTERM.
         """
         self.channel.settimeout(None)
@@ -65,8 +63,7 @@ class Command(Session):
         for pump in pumps:
             pump.start()
         try:
-            with keyboard.sent(self._notify) if keyboard else contextlib.nullcontext():
-                self._await(pumps)
+            self._await(pumps)
         finally:
             ended.set()
         if failures:

@@ -47,9 +47,6 @@ class Typist:
     def modes(self) -> list[Any]:
         return termios.tcgetattr(self.own_end)
 
-    def resize(self, rows: int, columns: int) -> None:
-        resize(self.terminal, rows, columns)
-
     def await_exit(self, within_s: float = 30) -> int:
         deadline = time.monotonic() + PATIENCE * within_s
         while self.process.poll() is None:

@@ -12,15 +12,15 @@ import dataclasses
 import os
 import socket
 import subprocess
+import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.exec_command import ExecCommand, exec_here
 from clusterddp.launchers.local.leases import lease_gpus
-from clusterddp.planning.command_lines import local_task_command
+from clusterddp.planning.command_lines import EXEC_MODULE, local_task_command
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.local import assign_gpus, place_here
 from clusterddp.ranks.environment import cookie
@@ -28,7 +28,7 @@ from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end
-from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_run, read_start
+from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, Start, read_run, read_start
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import read_tail
@@ -112,9 +112,11 @@ class LocalLauncher:
         """Ask by a file, for which the head lists the attempt's directory twice a second."""
         return request_stacks(attempt)
 
-    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
-        """Run it on this machine."""
-        return exec_here(run, attempt, command, self._environ)
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the program for this machine."""
+        return [sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill a run whose supervisors hang or are stopped; False when it has no process.

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
-from clusterddp.launchers.exec_command import ExecCommand
-from clusterddp.launchers.slurm.exec_step import exec_in_job
+from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
 from clusterddp.launchers.slurm.jobs import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
 from clusterddp.launchers.slurm.state import read_job_state
+from clusterddp.planning.command_lines import EXEC_MODULE
 from clusterddp.planning.environment import python_path, travelling_variables
 from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.planning.program import TRAINER
@@ -26,6 +26,7 @@ from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import (
     JobAnswer,
+    RankRecord,
     RunRecord,
     drop_secrets,
     log_event,
@@ -35,6 +36,7 @@ from clusterddp.run.record import (
 )
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.sweep import SweepDir
+from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.explain import advise_refusal
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
@@ -49,6 +51,9 @@ if TYPE_CHECKING:
 
 _END_TIMEOUT_S = 60.0
 """How long a job may take to end after scancel: Slurm's KillWait (30 s by default) and a reserve."""
+
+_SHARES_GPUS_SINCE = (22, 5)
+"""The release from which on an overlapping step shares GPUs: before, it waits for those that the ranks have."""
 
 
 class SlurmLauncher:
@@ -130,9 +135,38 @@ class SlurmLauncher:
         """Ask by a file, for which the head lists the attempt's directory twice a second."""
         return request_stacks(attempt)
 
-    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
-        """Run it in a step of the run's job; see `exec_in_job`."""
-        return exec_in_job(run, record, attempt, command, self._environ)
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the srun of a step of the run's job on the rank's node.
+
+        The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none.
+        Raises: SlurmError: Slurm could not be asked. UsageError: the ranks are in a container, whose files and
+        processes the command would not see. ClusterddpError: the job does not run.
+        """
+        plan = read_plan(run)
+        assert plan.slurm is not None
+        job = find_job(run, record, self._environ)
+        if job is None or job.phase is not Phase.RUNNING:
+            raise ClusterddpError(f"{run.name}: its job does not run: {job.state if job else 'Slurm has none'}")
+        job_id = job.job_id
+        if "_" in job_id:  # srun finds the task of an array by its own number
+            job_id = run_slurm(
+                ["squeue", "--noheader", "--format=%A", f"--jobs={job_id}"], environ=self._environ
+            ).strip()
+        step = ["srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={rank.host}"]
+        step += [f"--cpus-per-task={plan.slurm.sbatch_options['cpus_per_task']}", "--mem=0", "--mpi=none"]
+        if plan.slurm.container is not None:
+            raise UsageError(
+                f"{run.name}: its ranks are in a container, in which clusterddp starts no command",
+                hint=f"{shlex.join(step)} --pty, and your container's own options, start another one of its image",
+            )
+        version = re.findall(r"\d+", run_slurm(["srun", "--version"], environ=self._environ))[:2]
+        if tuple(map(int, version)) < _SHARES_GPUS_SINCE:
+            step += ["--gres=none"]
+        # With --disable-status the first Ctrl-C goes to the command; a second one within 1 s ends srun.
+        step += ["--quiet", "--disable-status", "--pty" if terminal else "--unbuffered", f"--chdir={run.launcher_dir}"]
+        return [*step, sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.

@@ -9,25 +9,25 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.launchers.exec_command import ExecCommand
-from clusterddp.launchers.ssh.exec_on_host import exec_on_host
 from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
 from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
 from clusterddp.launchers.ssh.sessions import Heartbeats, HostSessions, each, open_host_sessions
+from clusterddp.planning.command_lines import EXEC_MODULE
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh.plan import directory_name
+from clusterddp.remote.package import ssh_argv
 from clusterddp.remote.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_state import read_host_state
-from clusterddp.run.record import RunRecord, log_event, read_run, write_run
+from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
 from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import write_json
@@ -120,9 +120,18 @@ class SshLauncher:
         _ask(run, "stacks", self._environ, sync, reason=wanted)
         return wanted
 
-    def exec_command(self, run: RunDir, record: RunRecord, attempt: AttemptDir, command: ExecCommand) -> int:
-        """Run it on the host of the ranks; see `exec_on_host`."""
-        return exec_on_host(read_plan(run), attempt, command, self._environ)
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the user's own ssh with the host's alias.
+
+        The package is there: the agent of the host has been asked for the state.
+        """
+        plan = read_plan(run)
+        assert plan.ssh is not None
+        access = plan.ssh.accesses()[rank.node_rank]
+        run_dir = f"{plan.ssh.root}/runs/{directory_name(plan.run, plan.token)}"
+        return ssh_argv(access, EXEC_MODULE, [run_dir, *words], terminal=terminal)
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill the run's processes on the hosts that answer; False when there are none.

@@ -19,9 +19,8 @@ from tests.support.paths import ROOT
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_person import own_ssh_dir
 from tests.support.ssh_place import send
-from tests.support.typist import typing_into
 from tests.support.waiting import wait_until
-from tests.testbed.plan import HEAD, RackPlan
+from tests.testbed.plan import RackPlan
 from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -142,26 +141,6 @@ def test_the_exit_code_reports_how_a_run_ended(laptop: Laptop) -> None:
     laptop.go.write_text("fail")
     run = laptop.submit()
     assert laptop.clusterddp("wait", run).returncode == 5
-
-
-def test_a_command_and_a_shell_are_beside_a_rank_of_the_cluster(laptop: Laptop) -> None:
-    laptop.spec(waits=True, more="env: {SHELL: /bin/sh}")
-    run = laptop.submit()
-    laptop.await_state_of(run, "RUNNING")
-    wait_until(lambda: laptop.clusterddp("exec", run, "--", "true").returncode == 0)
-    done = laptop.clusterddp("exec", run, "--", "sh", "-c", "cat; echo $SLURM_JOB_ID; exit 7", stdin="typed\n")
-    assert (done.stdout.splitlines()[0], done.returncode) == ("typed", 7)
-    shell = laptop.rack.argv(
-        HEAD, laptop.command("shell", run), cwd=laptop.path, env={**laptop.variables(), "TERM": "vt100"}
-    )
-    with typing_into(shell) as person:
-        modes = person.modes()
-        person.type("echo job $SLURM_JOB_ID $TERM; sleep 600\n")
-        person.await_text(f"job {done.stdout.splitlines()[1]} vt100")
-        person.type("\x03exit 5\n")
-        assert person.await_exit() == 5
-        assert person.modes() == modes
-    laptop.ok("cancel", run)
 
 
 def test_a_run_is_cancelled_and_resumed(laptop: Laptop) -> None:
