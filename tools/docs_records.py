@@ -58,7 +58,6 @@ FORMS = {
     "list": ("an array of objects, below", "-r 'max_by(.progress.accuracy // 0).run'"),
     "report RUN...": ("`runs`, `path`, `bytes`", "-r .path"),
     "compare RUN RUN...": ("`runs`, `differences`, `diffs`", "-r '.differences.spec | keys[]'"),
-    "relay RUN --to TRACKER": ("`tracker`, `runs`: `run`, `state`, `new_rows`, `where`", "'[.runs[].new_rows] | add'"),
     "ps": ("`hosts`", "-r '.hosts[].runs[]?.run'"),
     "gc -n": ("`hosts`", "'[.hosts[].left_over[]?.processes[].pid]'"),
     "explain SPEC": ("beside `schema` for each launcher `{variable: origin}`", ".srun.RANK"),

@@ -40,7 +40,6 @@ _COMMANDS = {
     "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
     "dash": ("dash", "Look", "serve live pages about all runs for a browser on this machine"),
     "compare": ("report", "Look", "show what differs between runs, and what they came to"),
-    "relay": ("relay", "Look", "copy a run to an experiment tracker: wandb, trackio, mlflow, tensorboard"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and those without a supervisor"),
     "gc": ("ps", "Run", "kill orphaned processes of runs on this machine or on hosts"),
     "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),
@@ -52,6 +51,7 @@ _COMMANDS = {
 
 _REMOVED: dict[str, str] = {
     "shell": "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one",
+    "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
 }
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""
 

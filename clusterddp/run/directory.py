@@ -213,11 +213,6 @@ class RunDir:
         return self.launcher_dir / "secrets.json"
 
     @property
-    def relay(self) -> Path:
-        """What `clusterddp relay` remembers: how far it has copied the run to each tracker."""
-        return self.path / "relay"
-
-    @property
     def shared(self) -> Path:
         """Of a run that is shared: run.json and plan.json without the token and values of variables."""
         return self.path / SHARED_COPIES

@@ -46,16 +46,6 @@ def hparams_summary(hparams: Mapping[str, str | float], metrics: Sequence[str], 
     return Summary(value=[_hparams_value(tag, data) for tag, data in parts.items()])
 
 
-def hparams_end(status: str, *, ended: float) -> Any:
-    """Return the summary of the end of a run in that table; `status`: SUCCESS, FAILURE or RUNNING."""
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-
-    end = plugin_data_pb2.SessionEndInfo(status=api_pb2.Status.Value(f"STATUS_{status}"), end_time_secs=ended)
-    data = plugin_data_pb2.HParamsPluginData(session_end_info=end)
-    return Summary(value=[_hparams_value(metadata.SESSION_END_INFO_TAG, data)])
-
-
 def _hparams_value(tag: str, data: Any) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.plugins.hparams import metadata

@@ -17,7 +17,6 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import _COMMANDS
-from clusterddp.relay.tracker import TRACKERS
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run, write_run
 from clusterddp.submission.staging import make_run
@@ -46,7 +45,6 @@ ARGUMENTS = {
     "logs": "logs RUN",
     "manifest": "manifest job.yaml --image x",
     "ps": "ps",
-    "relay": "relay --help",
     "report": "report RUN --out -",
     "rerun": "rerun RUN -n",
     "resume": "resume RUN -n",
@@ -95,16 +93,11 @@ def test_every_import_is_declared() -> None:
     undeclared = {
         f"{path.relative_to(ROOT)}: {package}"
         for path in (ROOT / "clusterddp").rglob("*.py")
-        for package in set(imported(path)) - sys.stdlib_module_names - {"clusterddp"} - _optional(path)
+        for package in set(imported(path)) - sys.stdlib_module_names - {"clusterddp"}
         if not {normal(name) for name in distributions.get(package, ["?"])}
         & (everywhere | for_training if "train" in path.relative_to(ROOT).parts else everywhere)
     }
     assert undeclared == set()
-
-
-def _optional(path: Path) -> set[str]:
-    """Return the libraries of trackers that a file of the relay imports; `relay` names the one that is missing."""
-    return set(TRACKERS) if path.parent.name == "relay" else set()
 
 
 def with_what_they_need(names: set[str]) -> set[str]:

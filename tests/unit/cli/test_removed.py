@@ -11,6 +11,7 @@ from clusterddp.cli.main import main
     ("command", "instead"),
     [
         ("shell", "clusterddp exec RUN opens a shell"),
+        ("relay", "your script calls W&B, MLflow or Trackio"),
     ],
 )
 def test_a_removed_command_names_what_to_type_instead(

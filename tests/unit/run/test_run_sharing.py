@@ -26,7 +26,6 @@ CLOSED = (
     "spec.yaml",
     "launcher/secrets.json",
     "launcher/environment.json",
-    "relay/mlflow.json",
 )
 
 
@@ -46,7 +45,7 @@ def run(tmp_path: Path) -> RunDir:
     write_json(run.plan, plan | {"spec": spec, "gang": gang, "spec_text": SECRET, "rank0": {"KEY": {"value": SECRET}}})
     run.spec.write_text(f"name: a\nenv: {{KEY: {SECRET}}}\n")
     run.launcher_dir.mkdir(exist_ok=True)
-    for path in (run.job_secrets, run.job_environment, run.path / "relay" / "mlflow.json"):
+    for path in (run.job_secrets, run.job_environment):
         path.parent.mkdir(mode=0o700, exist_ok=True)
         write_json(path, {"KEY": SECRET})
     attempt = start_attempt(run)

@@ -1,1 +1,0 @@
-"""Relay: copies the metrics, the configuration and the end of a run to an experiment tracker."""
