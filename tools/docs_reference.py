@@ -77,7 +77,6 @@ INTERNAL = {
     "CLUSTERDDP_CORES": "The cores near the rank's GPU.",
     "CLUSTERDDP_PRELOAD": "The modules that a starting rank imports first.",
     "CLUSTERDDP_LISTENER_FD": "The socket that listens at the master port.",
-    "CLUSTERDDP_START_AGAIN": "How a job on Slurm is started again, from its batch script to the first task of a node.",
     "CLUSTERDDP_AT_LOGIN": "The command runs on a login node for a laptop.",
 }
 """What clusterddp sets for its own processes."""

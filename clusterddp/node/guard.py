@@ -5,9 +5,8 @@ cleanup needs, and "done" at the end. A pipe that ends without "done" means that
 ends everything that the node's ranks have started (the ranks themselves die with their supervisor), completes their
 records, and, for the head, records how the attempt ended.
 
-A kill of the supervisor may also hit its guard. So the guard has a second, a fork of its own to which it passes the
-same lines: when the guard ends without "done", the second waits for the end of the supervisor and does the same
-cleanup. (A supervisor that lives starts another guard, and there is nothing to clean up.)
+A supervisor starts another guard when its guard was killed. When both are killed at once, the ranks end with the
+supervisor, and the next start, `status` or `gc` closes the attempt.
 """
 
 from __future__ import annotations
@@ -109,7 +108,7 @@ class Guard:
         self._start()
 
     def await_ready(self) -> None:
-        """Wait until the guard and its second run."""
+        """Wait until the guard runs."""
         select.select([self._ready], [], [], _READY_TIMEOUT_S)
 
     def update(self, **changes: Any) -> None:
@@ -146,44 +145,25 @@ class Guard:
 
     def _send(self, message: dict[str, Any]) -> None:
         # A guard that was killed is started again when its end is noticed, and receives all facts then.
-        _write(self._pipe, json.dumps(message).encode() + b"\n")
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._pipe, json.dumps(message).encode() + b"\n")
 
 
 def main() -> int:
     """Wait for the supervisor's end, and clean up if it was killed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)  # Slurm signals every process of a step
-    supervisor, ready = os.getppid(), int(sys.argv[1])
-    reader, writer = os.pipe()
-    try:
-        supervisor_end = os.pidfd_open(supervisor)
-        second = os.fork()
-    except (OSError, AttributeError):  # no more processes, or not on Linux: there is no second
-        second = None
-    os.close(ready)
-    if second == 0:
-        os.close(writer)
-        os.dup2(reader, sys.stdin.fileno())
-        facts = read_facts()
-        if facts is not None and facts.supervisor_pid == supervisor:
-            select.select([supervisor_end], [], [])
-    else:
-        os.close(reader)
-        facts = read_facts(pass_on=writer)
+    os.close(int(sys.argv[1]))
+    facts = read_facts()
     if facts is not None:
         clean_up(facts, f"supervisor of node {facts.node_rank} on {facts.host} (pid {facts.supervisor_pid}) was killed")
-    if second:
-        _write(writer, b'{"done": true}\n')
-        os.waitpid(second, 0)
     return 0
 
 
-def read_facts(pass_on: int | None = None) -> Facts | None:
-    """Read, and pass on, the lines of standard input until its end; None: there is nothing to clean up."""
+def read_facts() -> Facts | None:
+    """Read the lines of standard input until its end; None: there is nothing to clean up."""
     facts = None
     for line in sys.stdin.buffer:
-        if pass_on is not None:
-            _write(pass_on, line)
         try:
             message = json.loads(line)
         except ValueError:
@@ -217,11 +197,6 @@ def clean_up(facts: Facts, what_happened: str) -> None:
         cause = dataclasses.replace(cause, error=error)
     goes_on = facts.restarts_left and not is_file(RunDir(Path(facts.run_dir)).cancel_file)
     record_end(facts.attempt_dir, failed_by(cause, goes_on=goes_on), facts.token)
-
-
-def _write(pipe: int, line: bytes) -> None:
-    with contextlib.suppress(BrokenPipeError):
-        os.write(pipe, line)
 
 
 def _complete_rank_records(facts: Facts) -> None:

@@ -34,12 +34,13 @@ import sys
 import traceback
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.interface import is_cut_off
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.clock import Clock
-from clusterddp.node.failover import HeadFailover, LossOfHead, LossRecorder, TakeoverWatch
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.guard import Facts, Guard, clean_up
 from clusterddp.node.helpers import Helpers
+from clusterddp.node.history import log_end, record_end
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
@@ -48,12 +49,23 @@ from clusterddp.node.rank_starter import Children
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.rendezvous.connection import Loss
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.outcome import AttemptEnd, failed_by, loss_of_node, read_end
 from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import set_storage_timeout
 from clusterddp.wire import read_object
 
 _POLL_S = 0.2
 _FAST_POLL_S = 0.02
+GUARD_PATIENCE_S = 4.0
+"""How long the guard of a head that was killed has to record the end when its host is up."""
+STEP_PATIENCE_S = 10.0
+"""The same on Slurm, for the head itself, too."""
+_LOOK_EVERY_S = 2.0
+"""Between two looks for a later attempt of the run."""
 
 
 class Parent:
@@ -87,6 +99,81 @@ class Parent:
         return lines, ended
 
 
+class LostHead:
+    """Makes sure that the end of an attempt is recorded when a node has lost the head.
+
+    The head and its guard know more and go first, but their host may be gone for good. Over SSH the record is in this
+    host's own copy of the run. On Slurm it is in the directory that all nodes share, and Slurm itself requeues a job
+    that has lost its first node.
+    """
+
+    def __init__(
+        self, order: SupervisorOrder, attempt: AttemptDir, loss: Loss, interface: str | None, now: float
+    ) -> None:
+        """`interface`: the one that carries the gang's traffic on this host."""
+        self._order = order
+        self._attempt = attempt
+        self._loss = loss
+        self._interface = interface
+        if order.slurm is not None:
+            # The end of a node's tasks ends the whole step, and with it a head or guard that is still recording.
+            self._record_at = now + STEP_PATIENCE_S
+        else:
+            self._record_at = now + (0.0 if loss.kind == "host_silent" else GUARD_PATIENCE_S)
+
+    def is_recorded(self, now: float) -> bool:
+        """Return whether the end is recorded; record it when nobody else has in time."""
+        with contextlib.suppress(OSError):  # storage that is away: the next turn reads again
+            if read_end(self._attempt) is not None:
+                return True
+        if now < self._record_at:
+            return False
+        record = record_end(self._attempt, self._end(), self._order.gang.token)
+        if record.is_first:
+            log_end(self._order.run, self._attempt.number, record.end)
+        return True
+
+    def _end(self) -> AttemptEnd:
+        order, loss = self._order, self._loss
+        lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss}"
+        if loss.kind == "given_up":
+            lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss}"
+        elif loss.kind == "host_silent" and is_cut_off(self._interface):
+            lost, what = order.node, f"{order.node.host} is cut off, its {self._interface} is down"
+        started = self._attempt.ranks.is_dir() and any(self._attempt.ranks.glob("*.json"))
+        cause = loss_of_node(
+            what,
+            host=lost.host,
+            ranks=lost.ranks,
+            ranks_in_words=spell_ranks(order.gang.carried_by(lost.ranks)),
+            attempt=self._attempt if started else None,
+        )
+        goes_on = order.slurm is not None and order.restarts_left_after(self._attempt.number)
+        return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
+
+
+class TakeoverWatch:
+    """Looks for later attempts that another start of the job has claimed; restarts in place claim nothing."""
+
+    def __init__(self, run: RunDir, first_attempt: int) -> None:
+        self._run = run
+        self._first_attempt = first_attempt
+        self._look_at = 0.0
+        self._seen = False
+
+    def look(self, now: float) -> int | None:
+        """Return the number of such an attempt, once."""
+        if self._seen or now < self._look_at:
+            return None
+        self._look_at = now + _LOOK_EVERY_S
+        with contextlib.suppress(OSError):
+            for attempt in self._run.attempts():
+                if attempt.number > self._first_attempt and attempt.is_claimed():
+                    self._seen = True
+                    return attempt.number
+        return None
+
+
 class Supervisor:
     """The loop of one supervisor, in one thread: a rank's parent-death signal follows the thread that started it."""
 
@@ -109,7 +196,9 @@ class Supervisor:
         rank_starter = self._children or self._tasks
         assert rank_starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
-        self._allocation = Allocation(order.slurm.job_id, environment, self._clock) if order.slurm else None
+        self._allocation: Allocation | None = None
+        if order.slurm is not None and order.is_head:
+            self._allocation = Allocation(order.slurm.job_id, environment, self._clock)
         self._helpers = Helpers(order, environment)
         self.uplink: Uplink = reach_head(
             order,
@@ -121,7 +210,7 @@ class Supervisor:
             now=self._clock.now,
         )
         self._takeover = TakeoverWatch(order.run, order.attempt) if order.slurm is not None else None
-        self._failover = self._make_failover(environment)
+        self._lost_head: LostHead | None = None
         self._ranks = LocalRanks(
             order.run,
             order.gang,
@@ -131,15 +220,6 @@ class Supervisor:
             report=self.uplink.report,
             spared=lambda: frozenset([guard.pid, *self._helpers.pids]),
         )
-
-    def _make_failover(self, environment: dict[str, str]) -> HeadFailover | LossRecorder | None:
-        """Return what acts when the head is lost; None: this is the head, or on the head's host."""
-        order = self._order
-        if order.is_head:
-            return None
-        if order.slurm is not None and self._allocation is not None:
-            return HeadFailover(order, order.slurm, self._allocation, environment)
-        return LossRecorder(order) if order.spans_hosts else None
 
     def run(self) -> int:
         """Run until the head ends the run, or is lost, and nothing of this node is left."""
@@ -167,12 +247,13 @@ class Supervisor:
                 return self.uplink.exit_code
 
     def _is_done(self, now: float) -> bool:
-        idle = self._ranks.idle
-        if self._failover is None or self.uplink.head_lost is None:
-            return idle
-        attempt = self._order.run.attempt(self._ranks.attempt_number)
-        loss = LossOfHead(why=self.uplink.head_lost, interface=self._ranks.interface)
-        return self._failover.step(attempt, loss, idle=idle, now=now)
+        loss = self.uplink.head_lost
+        if loss is None or not self._order.spans_hosts:  # on one host the guard of the head records the end
+            return self._ranks.idle
+        if self._lost_head is None:
+            attempt = self._order.run.attempt(self._ranks.attempt_number)
+            self._lost_head = LostHead(self._order, attempt, loss, self._ranks.interface, now)
+        return self._ranks.idle and self._lost_head.is_recorded(now)
 
     def _watch_takeover(self, now: float) -> None:
         """End this node's ranks when another start of the job has taken the run over."""

@@ -28,7 +28,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
-from clusterddp.ranks.environment import START_AGAIN, SUPERVISOR_PID, inherited_environment
+from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment
 from clusterddp.ranks.slurm_step import StepPlace, read_place
 
 MAX_PACKET = 1 << 20
@@ -256,7 +256,6 @@ class Task:
                 used_restarts=max(0, self._attempt - int(record.get("base_attempt", 0))),
                 job_tag=record.get("job_tag"),
                 heads=tuple(filter(None, (place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR")))),
-                start_again=tuple(json.loads(os.environ.pop(START_AGAIN, "[]"))),
             ),
         )
         return start_supervisor(order, inherited_environment(), answers=False)

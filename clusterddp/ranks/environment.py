@@ -22,8 +22,6 @@ CORES = "CLUSTERDDP_CORES"
 """The cores near its GPU that a starting rank is bound to; removed before the user's program runs."""
 PRELOAD = "CLUSTERDDP_PRELOAD"
 """The modules, with commas between, that a starting rank imports first; removed before the user's program runs."""
-START_AGAIN = "CLUSTERDDP_START_AGAIN"
-"""A job's batch script passes it to the first task of a node: `SlurmOrder.start_again` as JSON."""
 LISTENER_FD = "CLUSTERDDP_LISTENER_FD"
 """The inherited descriptor on which rank 0 listens at the master port; removed before the user's program runs."""
 ALONE = "CLUSTERDDP_ALONE"
@@ -42,7 +40,7 @@ PLACE_VARIABLES = frozenset(
 )  # fmt: skip
 """The place of a rank and its rendezvous, by torchrun's names."""
 _OF_THE_RUN = frozenset({"CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_INIT_METHOD", STOP_FILE})
-_OF_THE_START = frozenset({SUPERVISOR_PID, CORES, PRELOAD, START_AGAIN, LISTENER_FD, ALONE})
+_OF_THE_START = frozenset({SUPERVISOR_PID, CORES, PRELOAD, LISTENER_FD, ALONE})
 _OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SPANK_", "PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "PALS_")
 
 

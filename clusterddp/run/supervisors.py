@@ -48,8 +48,6 @@ class SlurmOrder:
     job_tag: str | None
     heads: tuple[str, ...]
     """Names and addresses of the head's host, tried in turn."""
-    start_again: tuple[str, ...] = ()
-    """Arguments of Python that start the job again (`-m`, module, run); the attempt's number is added. Empty: none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

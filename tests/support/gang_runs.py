@@ -109,11 +109,6 @@ class GangRun:
         """List the live processes of a role, for example `g1`."""
         return [pid for pid, _ in processes_with(f"CLUSTERDDP_COOKIE={self.gang.token}.{role}\0")]
 
-    def guard(self, node: int) -> int:
-        """Return the guard of a node; not its second, which is the guard's child."""
-        (guard,) = [pid for pid in self.pids(f"g{node}") if parent_of(pid) == self.supervisors[node]]
-        return guard
-
     def await_up(self, number: int = 0) -> None:
         """Wait until the program of every rank says that it runs."""
         names = [self.run.path / f"up-{number}-{rank}" for rank in range(self.gang.world_size)]

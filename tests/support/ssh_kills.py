@@ -213,6 +213,10 @@ class Round:
         self._await_status(lambda status: status.get("state") in states and names in words_of(status))
 
     def _judge_end(self) -> None:
+        if self.kill.victim == BOTH:
+            # The ranks end with their supervisor; what they have started is left for gc.
+            wait_until(lambda: all(each.command.startswith("sleep") for each in self._living(self.kill.host)), 20)
+            self.said += self.place.clusterddp("gc", self.run.name, "--yes", check=False).stderr
         self._await_gone()
         self._await_status(self._is_reported_right)
         if self.kill.victim == CABLE:

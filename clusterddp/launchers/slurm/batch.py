@@ -11,7 +11,6 @@ only, asks the ranks to stop. For a sweep, RUN_DIR is a file that lists one run 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import signal
@@ -27,7 +26,7 @@ from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.launchers.slurm.carried import Carried, JobStart, read_carried
 from clusterddp.launchers.slurm.claim import claim_attempt, is_superseded
 from clusterddp.launchers.slurm.requeue import start_next_attempt
-from clusterddp.ranks.environment import START_AGAIN, inherited_environment
+from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
@@ -38,7 +37,6 @@ from clusterddp.run.stop import request_stop
 from clusterddp.slurm.control import JobNow, show_job
 from clusterddp.system.storage import retry_outage, storage_timeout_s
 
-_REQUEUE_MODULE = "clusterddp.launchers.slurm.requeue"
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end after srun has exited: the tasks exit only after it, but NFS may lag."""
 _SRUN_TIMEOUT_S = 8.0
@@ -155,7 +153,7 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
             stdout=descriptor,
             stderr=descriptor,
             cwd=carried.run.launcher_dir,
-            env={**carried.environment, START_AGAIN: json.dumps(["-m", _REQUEUE_MODULE, str(carried.run.path)])},
+            env=carried.environment,
         )
     except OSError as error:
         return f"srun could not be started: {error}"

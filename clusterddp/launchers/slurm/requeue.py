@@ -1,50 +1,27 @@
-"""The next attempt of a run on Slurm: its job is requeued, or a follow-up job is submitted.
+"""The next attempt of a run on Slurm: the batch script requeues the job, or submits a follow-up job.
 
-The batch script calls `start_next_attempt`. When its host is lost, a supervisor on another host runs
-`python -m clusterddp.launchers.slurm.requeue RUN_DIR ATTEMPT` instead.
+When its host is lost, Slurm requeues the job by itself (`--requeue`).
 """
 
 from __future__ import annotations
 
-import signal
-import socket
 import sys
 import time
-from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.launchers.slurm.carried import Carried, JobStart, read_carried
+from clusterddp.launchers.slurm.carried import Carried
 from clusterddp.launchers.slurm.jobs import find_job
-from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled, failed
 from clusterddp.run.record import JobAnswer, log_event, read_run, write_job_answer
 from clusterddp.slurm.control import requeue_job, show_job
 from clusterddp.slurm.identity import job_tag
-from clusterddp.system.files import is_file, write_json
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import retry_outage
 
-_OTHERS_S = 30.0
-"""How long another process that has claimed the requeue may take before this process requeues the job too."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
-
-
-def main() -> int:
-    """Start the attempt after ATTEMPT from a supervisor's host; print what starts it."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)
-    run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
-    environ = inherited_environment()
-    try:
-        carried = read_carried(run, JobStart.of_environment(environ), environ)
-        by = start_next_attempt(carried, run.attempt(attempt))
-    except (ClusterddpError, OSError) as error:
-        print(f"clusterddp: {error}", file=sys.stderr, flush=True)
-        return 1
-    print(f"attempt {attempt + 1} is started by {by}", file=sys.stderr, flush=True)
-    return 0
 
 
 def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
@@ -54,7 +31,6 @@ def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
     whether a requeue without an answer took effect.
     """
     run = carried.run
-    others_until = time.monotonic() + (0.0 if _claim_requeue(attempt, carried.start) else _OTHERS_S)
     pause_s = _FIRST_PAUSE_S
     while True:
         if retry_outage(run.newest_attempt).number > attempt.number:
@@ -63,42 +39,26 @@ def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
             end_run(run, cancelled("cancelled before it was started again"))
             return "nothing: the run was cancelled"
         try:
-            done = _try(carried, attempt, may_act=time.monotonic() >= others_until)
+            return _try(carried, attempt)
         except SlurmError as error:
             if not error.transient:
                 return _give_up(run, error)
             print(f"{error.message}; retrying in {pause_s:.0f} s", file=sys.stderr, flush=True)
         except (ClusterddpError, OSError) as error:
             return _give_up(run, error)
-        else:
-            if done:
-                return done
         time.sleep(pause_s)
         pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
 
 
-def _claim_requeue(attempt: AttemptDir, start: JobStart) -> bool:
-    claim = {
-        "by": "batch",
-        "host": socket.gethostname(),
-        "job_id": start.job_id,
-        "restart_count": start.restart_count,
-        "time": time.time(),
-    }
-    return write_json(attempt.path / "requeue.json", claim, exclusive=True)
+def _try(carried: Carried, attempt: AttemptDir) -> str:
+    """Try once; return what starts the next attempt.
 
-
-def _try(carried: Carried, attempt: AttemptDir, *, may_act: bool) -> str:
-    """Try once; return what starts the next attempt, or an empty string when the caller has to retry.
-
-    Raises: SlurmError.
+    Raises: SlurmError: `transient`: the caller has to retry.
     """
     start, environ = carried.start, carried.environment
     job = show_job(start.job_id, environ)
     if job is not None and job.restarts > start.restart_count:
         return "the same job, requeued"
-    if not may_act:
-        return ""
     if job is None:
         return _follow_up(carried, attempt, "Slurm no longer knows the job")
     try:
@@ -142,7 +102,3 @@ def _give_up(run: RunDir, error: Exception) -> str:
     reason = f"could neither requeue the job nor submit a follow-up job: {message}"
     end_run(run, failed(reason, log="launcher/job.log"))
     return f"nothing: {message}"
-
-
-if __name__ == "__main__":
-    sys.exit(main())

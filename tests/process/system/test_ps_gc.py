@@ -107,14 +107,11 @@ def look(token: str) -> RunHere | None:
 
 
 def kill_those_who_answer(gang: GangRun) -> None:
-    """Kill the supervisor, its guard and the guard's second so that none can see to the others' end."""
-    (supervisor,), guards = gang.pids("s0"), gang.pids("g0")
-    os.kill(supervisor, signal.SIGSTOP)
-    for guard in guards:
-        os.kill(guard, signal.SIGSTOP)
-    for guard in guards:
-        os.kill(guard, signal.SIGKILL)
-    os.kill(supervisor, signal.SIGKILL)
+    """Kill the supervisor and its guard so that neither can see to the other's end."""
+    (supervisor,), (guard,) = gang.pids("s0"), gang.pids("g0")
+    for number in (signal.SIGSTOP, signal.SIGKILL):
+        for pid in (supervisor, guard):
+            os.kill(pid, number)
     wait_until(lambda: not gang.pids("s0") and not gang.pids("g0"), what="both are gone")
 
 
