@@ -54,7 +54,6 @@ FORMS = {
     "wait RUN": ("as `status`", "-r .state"),
     "du": ("`runs`, `code`, `bytes`, `remains`", "-r '.runs[] | [.bytes, .run] | @tsv'"),
     "rm RUN...": ("`runs`, `refused`, `code`, `unfinished`", "'[.runs[].bytes] | add'"),
-    "share RUN": ("`run`, `run_dir`, `group` (null: private), `closed`, `unfinished`", "-r '.closed[].fix'"),
     "list": ("an array of objects, below", "-r 'max_by(.progress.accuracy // 0).run'"),
     "report RUN...": ("`runs`, `path`, `bytes`", "-r .path"),
     "compare RUN RUN...": ("`runs`, `differences`, `diffs`", "-r '.differences.spec | keys[]'"),

@@ -35,7 +35,6 @@ _COMMANDS = {
     "wait": ("runs", "Look", "wait until a run has ended"),
     "du": ("removal", "Look", "show how much disk runs take"),
     "rm": ("removal", "Run", "remove runs that have ended"),
-    "share": ("share", "Run", "let a group read a run, or take it back"),
     "list": ("list_", "Look", "show all runs, newest first"),
     "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
     "dash": ("dash", "Look", "serve live pages about all runs for a browser on this machine"),
@@ -51,6 +50,7 @@ _COMMANDS = {
 
 _REMOVED: dict[str, str] = {
     "shell": "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one",
+    "share": "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group",
     "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
 }
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""

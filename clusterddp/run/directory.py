@@ -8,8 +8,6 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.system.files import SHARED_COPIES
-
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
 MAX_ATTEMPTS = 1_000_000
@@ -211,11 +209,6 @@ class RunDir:
     def job_secrets(self) -> Path:
         """On Slurm: the values of the spec's secrets, from the submit to the run's end, when they are removed."""
         return self.launcher_dir / "secrets.json"
-
-    @property
-    def shared(self) -> Path:
-        """Of a run that is shared: run.json and plan.json without the token and values of variables."""
-        return self.path / SHARED_COPIES
 
     def job_answer(self, tag: str) -> Path:
         """On Slurm: what sbatch answered to the submit of the job with this tag."""

@@ -16,8 +16,6 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.system.exclusive import name_new
 from clusterddp.wire import build, read_object, read_value
 
-SHARED_COPIES = "shared"
-"""A directory with copies, without secrets, of the records beside it, for users who may not read those."""
 MAX_RECORD_BYTES = 1 << 26
 """The largest record that is read; the plan of a thousand nodes has one MiB."""
 _T = TypeVar("_T")
@@ -73,7 +71,7 @@ def read_json(path: Path) -> Any | None:
     Raises: ClusterddpError: it is not JSON, is `null`, is no regular file, or is larger than `MAX_RECORD_BYTES`.
     """
     try:
-        value = read_value(_read_shared(path))
+        value = read_value(read_regular(path, MAX_RECORD_BYTES))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:
@@ -81,18 +79,6 @@ def read_json(path: Path) -> Any | None:
     if value is None:
         raise ClusterddpError(f"{path}: contains null, which is no record")
     return value
-
-
-def _read_shared(path: Path) -> bytes:
-    """Read a record, or the copy of it that another user shares."""
-    try:
-        return read_regular(path, MAX_RECORD_BYTES)
-    except PermissionError:
-        try:
-            return read_regular(path.parent / SHARED_COPIES / path.name, MAX_RECORD_BYTES)
-        except OSError:
-            pass
-        raise
 
 
 def read_record(kind: type[_T], path: Path) -> _T | None:

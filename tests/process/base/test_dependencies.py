@@ -50,7 +50,6 @@ ARGUMENTS = {
     "resume": "resume RUN -n",
     "rm": "rm RUN -n",
     "schema": "schema",
-    "share": "share RUN",
     "shell": "shell --help",
     "stacks": "stacks RUN",
     "status": "status RUN",

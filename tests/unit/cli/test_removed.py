@@ -11,6 +11,7 @@ from clusterddp.cli.main import main
     ("command", "instead"),
     [
         ("shell", "clusterddp exec RUN opens a shell"),
+        ("share", "chgrp and chmod open a run to a group"),
         ("relay", "your script calls W&B, MLflow or Trackio"),
     ],
 )
