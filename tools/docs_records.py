@@ -59,7 +59,6 @@ FORMS = {
     "compare RUN RUN...": ("`runs`, `differences`, `diffs`", "-r '.differences.spec | keys[]'"),
     "ps": ("`hosts`", "-r '.hosts[].runs[]?.run'"),
     "gc -n": ("`hosts`", "'[.hosts[].left_over[]?.processes[].pid]'"),
-    "explain SPEC": ("beside `schema` for each launcher `{variable: origin}`", ".srun.RANK"),
 }
 """Call of a command -> the keys of its JSON, and arguments of jq."""
 

@@ -15,7 +15,7 @@ else:  # mypy's and pip's own
     import tomli as tomllib
 
 import click
-from docs_pictures import ROOT, command_output
+from docs_pictures import ROOT
 from docs_records import files_page, json_page
 from docs_spec import spec_page
 from docs_text import WIDTH, cell, filled, head, items, page
@@ -23,6 +23,7 @@ from docs_text import WIDTH, cell, filled, head, items, page
 from clusterddp import errors
 from clusterddp.cli import main as command_line
 from clusterddp.cli.terminal import Terminal
+from clusterddp.ranks.launched_sources import NAMES
 
 PAGES = ROOT / "docs" / "reference"
 
@@ -135,16 +136,17 @@ def environment_page() -> str:
     renamed = "`exec` renames the variables by which a program would take itself for a rank of the run."
     lines += ["## Given to a command beside a rank", "", *filled(renamed), "", *_variables(EXEC)]
     lines += ["## Set for clusterddp's own processes", "", *filled("Do not rely on them."), "", *_variables(INTERNAL)]
-    lines += [
-        "## Where each value comes from",
-        "",
-        *filled("`clusterddp explain jobs/script_entry.yaml`, by launcher. Under another launcher a variable that is "
-                 "set stays as it is."),
-        "",
-        "```text",
-        command_output("explain", "jobs/script_entry.yaml").rstrip("\n"),
-        "```",
-    ]  # fmt: skip
+    lines += ["## Read from other launchers", ""]
+    lines += filled(
+        "`worker` takes a rank's place from the variables of the launcher that started it; of several that are set, "
+        "those of the innermost launcher, from the left. They are kept, and numbers that contradict each other are an "
+        "error. `submit SPEC -n -v` shows what clusterddp sets itself, and where each value comes from."
+    )
+    keys = tuple(NAMES["torchrun"])
+    lines += ["", f"| launcher | {' | '.join(keys)} |", f"|---|{'---|' * len(keys)}"]
+    for launcher, names in NAMES.items():
+        read = (", else ".join(f"`{name}`" for name in names.get(key, ())) or "counted" for key in keys)
+        lines.append(f"| {launcher} | {' | '.join(read)} |")
     return page(lines)
 
 

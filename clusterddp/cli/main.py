@@ -41,7 +41,6 @@ _COMMANDS = {
     "compare": ("report", "Look", "show what differs between runs, and what they came to"),
     "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and those without a supervisor"),
     "gc": ("ps", "Run", "kill orphaned processes of runs on this machine or on hosts"),
-    "explain": ("explain", "Settings", "show where each rank variable comes from under each launcher"),
     "help": ("help_", "Settings", "print a page of the reference: exit codes, keys of a spec, variables, launchers"),
     "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
     "completion": ("setup", "Settings", "print the completion script of a shell"),
@@ -51,6 +50,7 @@ _COMMANDS = {
 _REMOVED: dict[str, str] = {
     "shell": "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one",
     "share": "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group",
+    "explain": "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from",
     "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
 }
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""

@@ -34,7 +34,6 @@ ARGUMENTS = {
     "doctor": "doctor",
     "du": "du",
     "exec": "exec RUN -- true",
-    "explain": "explain job.yaml",
     "gc": "gc -n",
     "help": "help",
     "hosts": "hosts host.invalid",

@@ -12,6 +12,7 @@ from clusterddp.cli.main import main
     [
         ("shell", "clusterddp exec RUN opens a shell"),
         ("share", "chgrp and chmod open a run to a group"),
+        ("explain", "clusterddp submit SPEC -n -v"),
         ("relay", "your script calls W&B, MLflow or Trackio"),
     ],
 )
