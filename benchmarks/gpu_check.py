@@ -3,7 +3,7 @@
     make gpu-check [DATA=DIR]                 or: python benchmarks/gpu_check.py [--data-dir DIR] [--cpu] [--out PATH]
 
 First it says what is missing: a GPU, a driver, a torch with CUDA, a compiler. Where nothing is, it measures what ranks
-on all GPUs of this machine can do (`clusterddp doctor --job --deep`), runs the tests that need a GPU, and 200 steps of
+on all GPUs of this machine can do (`clusterddp doctor --deep`), runs the tests that need a GPU, and 200 steps of
 the jobs in jobs/, in turns with airbench94_muon.py and Lightning. DIR has CIFAR-10; without it the jobs see noise, and
 airbench is left out. 15 minutes on one card; the peers are cloned and installed at the first use. --cpu does all that
 on the CPU, to see that it works. How to send the files: CONTRIBUTING.md.
@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import html
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,6 @@ from trainer_peers_setup import Peers
 from trainer_rounds import ROOT, Contender, describe_machine, play, say
 from trainer_runs import LocalPlace
 
-from clusterddp.check.page import render_page
 from clusterddp.facts.checks import Check, Needs, Result, is_healthy, red, to_json
 from clusterddp.facts.judge import judge_machine
 from clusterddp.facts.machine import Machine, read_machine
@@ -44,6 +44,17 @@ from clusterddp.facts.torch import import_torch
 _STEPS, _WARM_STEPS, _STEPS_ON_CPU = 200, 50, 4
 _FIGURES = ("images_per_s", "step_ms", "mfu_percent", "compile_seconds", "train_seconds", "accuracy_tta")
 _JOBS = ("cifar10_resnet18", "cifar10_fastnet", "modelarts_ours", "resnet18_2x8")
+_STYLE = """
+body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; }
+table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
+td, th { border-bottom: 1px solid #ddd; padding: .25rem .8rem .25rem 0; text-align: left; vertical-align: top; }
+.red { color: #b00020; font-weight: 600; } .note { color: #9a6700; } .ok { color: #1a7f37; }
+pre { background: #f6f8fa; overflow-x: auto; padding: .8rem; }
+@media (prefers-color-scheme: dark) {
+  body { background: #111; color: #ddd; } td, th { border-color: #333; } pre { background: #1b1b1b; }
+  .red { color: #ff7b72; } .note { color: #d29922; } .ok { color: #3fb950; }
+}
+"""
 
 
 def main() -> int:
@@ -89,7 +100,7 @@ def find_missing(machine: Machine) -> Iterator[tuple[str, Result]]:
 
 
 def measure_deep(directory: Path, gpus: int, *, cpu: bool) -> dict[str, Any]:
-    """Return what `doctor --job --deep` finds with one rank on each GPU."""
+    """Return what `doctor --deep` finds with one rank on each GPU."""
     resources = {"procs_per_node": 2} if cpu else {"gpus_per_node": gpus}
     train: dict[str, Any] = {"model": "resnet18", "batch_size": 128}
     if cpu:
@@ -97,12 +108,21 @@ def measure_deep(directory: Path, gpus: int, *, cpu: bool) -> dict[str, Any]:
     spec = {"name": "gpu-check", "launcher": "local", "device": "cpu" if cpu else "gpu", "resources": resources}
     (directory / "deep.yaml").write_text(json.dumps(spec | {"train": train}))  # JSON is YAML
     say("deep check: ranks on all GPUs measure, and hang")
-    command = [sys.executable, "-m", "clusterddp", "doctor", "deep.yaml", "--job", "--deep", "--report", "deep"]
+    command = [sys.executable, "-m", "clusterddp", "doctor", "deep.yaml", "--deep", "-o", "json"]
     environ = os.environ | {"PYTHONPATH": str(ROOT)}
     done = subprocess.run(command, cwd=directory, env=environ, text=True, capture_output=True, check=False)
-    report = directory / "deep.json"
-    found = {} if report.exists() else {"error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
-    return {"healthy": done.returncode == 0} | (json.loads(report.read_text()) if report.exists() else found)
+    if not done.stdout:
+        return {"healthy": False, "error": (done.stderr.strip().splitlines() or ["no word"])[-1]}
+    return without_host_names(json.loads(done.stdout))
+
+
+def without_host_names(deep: dict[str, Any]) -> dict[str, Any]:
+    """Put numbers in place of the names of hosts."""
+    numbers = {host: number for number, host in enumerate(dict.fromkeys(each["host"] for each in deep["findings"]))}
+    return deep | {
+        key: [each | {"host": numbers.get(each["host"], each["host"])} for each in deep[key]]
+        for key in ("checks", "findings")
+    }
 
 
 def run_tests(directory: Path) -> dict[str, Any]:
@@ -170,6 +190,80 @@ def write(report: dict[str, Any], out: Path) -> None:
     out.with_name(f"{out.name}.json").write_text(json.dumps(report, indent=1) + "\n")
     out.with_name(f"{out.name}.html").write_text(render_page(report, title="clusterddp: make gpu-check"))
     say(f"written: {out}.json and {out}.html")
+
+
+def render_page(report: Mapping[str, Any], *, title: str) -> str:
+    """Lay out a report as one HTML file without references to others.
+
+    `checks` become a table, of the `findings` those of the first rank are shown, and every other value as it is.
+    """
+    parts = [f"<h1>{_text(title)}</h1>", *_section(report)]
+    return (
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{_text(title)}</title>\n'
+        f"<style>{_STYLE}</style></head><body>\n" + "\n".join(parts) + "\n</body></html>\n"
+    )
+
+
+def _section(report: Mapping[str, Any]) -> Iterable[str]:
+    plain = {key: value for key, value in report.items() if not _is_large(value)}
+    if plain:
+        yield _table(["", ""], plain.items())
+    if report.get("checks"):
+        rows = [
+            (each["level"], each["check"], each["host"], each["found"], each["fix"] if each["level"] != "ok" else "")
+            for each in report["checks"]
+        ]
+        yield _table(["", "check", "where", "found", "fix"], rows, marked=True)
+    for each in report.get("findings", ()):
+        if each["rank"] == 0 or (each["found"] or {}).get("topology"):
+            yield from _finding(each)
+    for key, value in report.items():
+        if _is_large(value) and key not in ("checks", "findings"):
+            yield f"<h2>{_text(key)}</h2>"
+            yield from _value(value)
+
+
+def _finding(finding: Mapping[str, Any]) -> Iterable[str]:
+    yield f"<h2>{_text(finding['probe'])}, rank {_text(finding['rank'])} on host {_text(finding['host'])}</h2>"
+    if finding["found"] is None:
+        yield f'<p class="red">{_text(finding["error"])}</p>'
+    else:
+        yield from _value(finding["found"])
+
+
+def _value(value: Any) -> Iterable[str]:
+    """Lay out objects as a section, lists of objects as a table, text of several lines as it is."""
+    if isinstance(value, dict):
+        yield from _section(value)
+    elif isinstance(value, list) and value and all(isinstance(each, dict) for each in value):
+        names = list(dict.fromkeys(name for each in value for name in each))
+        yield _table(names, [[each.get(name, "") for name in names] for each in value])
+    elif isinstance(value, list) and all(isinstance(each, list) for each in value):
+        yield _table([], value)
+    else:
+        yield f"<pre>{_text(value)}</pre>"
+
+
+def _is_large(value: Any) -> bool:
+    return bool(value) and (isinstance(value, dict | list) or (isinstance(value, str) and "\n" in value))
+
+
+def _table(heading: Iterable[str], rows: Iterable[Iterable[Any]], *, marked: bool = False) -> str:
+    """Lay out rows; `marked`: the first cell is the level of its row."""
+    lines = []
+    for row in rows:
+        cells = [_text("" if cell is None else cell) for cell in row]
+        first = f' class="{cells[0]}"' if marked else ""
+        lines.append(
+            "<tr>" + "".join(f"<td{first if n == 0 else ''}>{cell}</td>" for n, cell in enumerate(cells)) + "</tr>"
+        )
+    names = list(heading)
+    head = "<tr>" + "".join(f"<th>{_text(name)}</th>" for name in names) + "</tr>\n" if any(names) else ""
+    return f"<table>\n{head}" + "\n".join(lines) + "\n</table>"
+
+
+def _text(value: Any) -> str:
+    return html.escape(str(value))
 
 
 def parse() -> argparse.Namespace:

@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterddp.agent import gpus, login, network, results, runs, store, trial
+from clusterddp.agent import gpus, login, network, results, runs, store
 from clusterddp.agent.store import find_place
 from clusterddp.agent.types import REQUESTS, Body, Host, Operation, Reply
 from clusterddp.errors import ClusterddpError
@@ -58,7 +58,6 @@ OPERATIONS: dict[str, Operation] = {
     **network.OPERATIONS,
     **runs.OPERATIONS,
     **store.OPERATIONS,
-    **trial.OPERATIONS,
 }
 
 

@@ -177,9 +177,6 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "table.look": {"tokens": list[str] | None},
     "table.remove": {"places": list[str], "older_than_s": float},
     "table.stored": {"older_than_s": float},
-    "trial.read": {"wait_s": float},
-    "trial.start": {"variables": _VARIABLES, "order": dict[str, Any]},
-    "trial.send": {"message": dict[str, Any]},
 }
 """Operation -> key -> type of its request, for `wire.build`; a request with anything else is refused. The other
 operations have no keys."""

@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from clusterddp.check.job import JobRequest, run_job
-from clusterddp.check.nodes import judge_nodes
+from clusterddp.check.job import JobRequest, judge_nodes, run_job
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
 from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge import judge_here, judge_machine

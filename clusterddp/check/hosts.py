@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.check.trials import try_hosts
 from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.facts.checks import Check, Result, note, ok, red
-from clusterddp.facts.judge import CLOCK_NOTE_S, judge_clock, judge_hosts, judge_locked_memory, judge_own_name
+from clusterddp.facts.judge import (
+    CLOCK_NOTE_S,
+    judge_clock,
+    judge_hosts,
+    judge_locked_memory,
+    judge_own_name,
+)
 from clusterddp.facts.machine import Machine
 from clusterddp.launchers.ssh.network import GangNetwork, examine_network
 from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
@@ -48,9 +53,9 @@ class Clock:
 
 
 def check_hosts(
-    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], *, deep: bool, report: Callable[[str], None]
+    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str]
 ) -> tuple[list[Check], list[dict[str, Any]]]:
-    """Plan the run, check its hosts and the network between them; `deep`: let them compute and talk, too.
+    """Plan the run, and check its hosts and the network between them.
 
     Returns the checks, and all connections between the hosts that were tried.
     """
@@ -65,14 +70,12 @@ def check_hosts(
         checks += _judge_failures(sessions.failed)
         if sessions.by_host:
             network = _examine(plan.gang, sessions.by_host)
-            checks += _check_reached(plan, sessions, network, deep=deep, report=report)
+            checks += _check_reached(plan, sessions, network)
             rows = network.findings.rows() if network.findings else []
     return _merge(checks), rows
 
 
-def _check_reached(
-    plan: Plan, sessions: HostSessions, network: GangNetwork, *, deep: bool, report: Callable[[str], None]
-) -> list[Check]:
+def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> list[Check]:
     facts = ask_hosts(plan, sessions.by_host, thorough=True)
     needs = needs_of(plan)
     clocks = _read_clocks(sessions.by_host)
@@ -82,7 +85,7 @@ def _check_reached(
     def judge_locked(host: str) -> Result:
         return judge_locked_memory(machines[host], _RAISE_LOCKED, nccl=needs[host].nccl and len(needs) > 1)
 
-    checks = [
+    return [
         *_judge_failures(facts.failed),
         Check(name="ssh", results={host: _judge_session(each, clocks) for host, each in sessions.by_host.items()}),
         Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
@@ -92,7 +95,6 @@ def _check_reached(
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(plan, network),
     ]
-    return checks + (try_hosts(sessions, network, machines, report) if deep else [])
 
 
 def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:

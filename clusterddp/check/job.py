@@ -1,26 +1,35 @@
-"""The doctor's job: one task on each node for half a minute; it is found and cancelled by its name."""
+"""The doctor's job: one task on each node for half a minute (check/probe.py), and the judgement of their reports.
+
+The job is found and cancelled by its name.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import pwd
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import TypedDict
 
-from clusterddp.check.probe import MARK, join_lines
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
+from clusterddp.facts.judge import CLOCK_RED_S, judge_clock, judge_locked_memory, judge_machine
+from clusterddp.facts.judge_torch import minor_version
 from clusterddp.facts.machine import Machine
+from clusterddp.facts.torch import Torch
+from clusterddp.network.interface import is_loopback
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.explain import explain_waiting
 from clusterddp.slurm.identity import job_name, job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm, Wanted
+from clusterddp.system.units import format_bytes
 from clusterddp.wire import build, read_object
 
 SCRIPT = """\
@@ -45,14 +54,17 @@ _RUN_S = 90.0
 _POLL_S = 0.5
 _LAG_S = 5.0
 """How long a file of a node may take to appear here (NFS)."""
+_SAME_FIX = "one environment on storage that all nodes share, or the same one installed on each"
+_RAISE_LOCKED = (
+    "slurm.propagate=NONE: the node's own limit, not that of the shell which submits; where that is low, too, "
+    "LimitMEMLOCK=infinity for slurmd"
+)
 
 
 class _Way(TypedDict, total=False):
     source: str
     interface: str | None
     clock_offset_s: float
-    first: dict[str, Any] | None
-    """The first node's own report."""
 
 
 class Way(_Way):
@@ -69,7 +81,6 @@ class Report(TypedDict):
 
     node_rank: int
     node: str
-    nonce: str
     machine: Machine
     way: Way | None
     done: bool
@@ -95,11 +106,11 @@ class JobAnswer:
     job_id: str | None
     nodes: tuple[str, ...]
     reports: dict[str, Report]
-    """Node -> its last report."""
+    """Node -> its report."""
     submitted: float
     collected: float
     output: tuple[str, ...]
-    """What the job has printed besides the reports."""
+    """What the job has printed."""
 
 
 def run_job(
@@ -126,14 +137,14 @@ def run_job(
             report(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
             wanted = Wanted(tag=tag, job_id=job_id, since=submitted, cluster=_cluster(request))
             nodes = _await_reports(request, directory, wanted, environ, timeout_s)
-            reports, output = _collect(directory)
+            reports = {report["node"]: report for report in _read_reports(directory)}
             return JobAnswer(
                 job_id=job_id,
                 nodes=nodes or tuple(reports),
                 reports=reports,
                 submitted=submitted,
                 collected=time.time(),
-                output=output,
+                output=_read_output(directory),
             )
         finally:
             _cancel(request, name, job_id, environ)
@@ -162,6 +173,17 @@ def sbatch_argv(request: JobRequest, name: str) -> list[str]:
     return argv
 
 
+def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
+    """Judge every node of the job, also those that sent no report."""
+    found: dict[str, dict[str, Result]] = {}
+    for node in answer.nodes:
+        report = answer.reports.get(node)
+        results = [_explain_silence(node, answer, here)] if report is None else _judge_node(report, answer, here, needs)
+        for name, result in results:
+            found.setdefault(name, {})[node] = result
+    return [Check(name=name, results=results) for name, results in found.items()]
+
+
 @contextlib.contextmanager
 def _directory(runs_dir: Path, nonce: str) -> Iterator[Path]:
     """Make a directory for the reports in the runs directory; remove it, and what was made for it, at the end."""
@@ -170,7 +192,6 @@ def _directory(runs_dir: Path, nonce: str) -> Iterator[Path]:
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700)
-        (directory / "nonce").write_text(nonce)
         (directory / "job.sh").write_text(SCRIPT)
         yield directory
     except OSError as error:
@@ -236,39 +257,23 @@ def _all_done(request: JobRequest, directory: Path) -> bool:
     return len([report for report in _read_reports(directory) if report["done"]]) >= request.num_nodes
 
 
-def _read_reports(directory: Path) -> Iterator[Report]:
-    for path in directory.glob("node-*.json"):
-        with contextlib.suppress(OSError):
-            yield from _parse_reports([path.read_text(errors="replace")])
-
-
-def _parse_reports(texts: Iterable[str]) -> Iterator[Report]:
-    """Read reports, and the first node's report within each; an invalid one is dropped."""
-    for text in texts:
-        with contextlib.suppress(ValueError):
-            report = build(Report, read_object(text), "report")
-            first = report["way"].get("first") if report["way"] else None
-            if first is not None:
-                with contextlib.suppress(ValueError):
-                    yield build(Report, first | {"way": None}, "report")
-            yield report
-
-
-def _collect(directory: Path) -> tuple[dict[str, Report], tuple[str, ...]]:
-    """Collect the newest report of each node: from its file, the job's output, or another node's report."""
+def _read_reports(directory: Path) -> list[Report]:
+    """Read the reports that the nodes have written; an invalid one is left out."""
     with contextlib.suppress(OSError):
         os.listdir(directory)  # NFS: read the directory again
+    reports = []
+    for path in directory.glob("node-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            reports.append(build(Report, read_object(path.read_text(errors="replace")), "report"))
+    return sorted(reports, key=lambda report: report["node_rank"])
+
+
+def _read_output(directory: Path) -> tuple[str, ...]:
     try:
         lines = (directory / "job.out").read_text(errors="replace").splitlines()
     except OSError:
-        lines = []
-    reports: dict[str, Report] = {}
-    for report in (*_parse_reports(join_lines(lines)), *_read_reports(directory)):
-        known = reports.get(report["node"])
-        if known is None or report["done"] or not known["done"]:
-            reports[report["node"]] = report
-    output = tuple(line for line in lines if line.strip() and not line.startswith(MARK))
-    return dict(sorted(reports.items(), key=lambda item: item[1]["node_rank"])), output
+        return ()
+    return tuple(line for line in lines if line.strip())
 
 
 def _cancel(request: JobRequest, name: str, job_id: str | None, environ: Mapping[str, str]) -> None:
@@ -286,3 +291,78 @@ def _cluster(request: JobRequest) -> str | None:
 
 def _user() -> str:
     return pwd.getpwuid(os.getuid()).pw_name
+
+
+def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) -> Iterator[tuple[str, Result]]:
+    machine = report["machine"]
+    yield "Python", _judge_python(machine, here)
+    for name, result in judge_machine(machine, needs):
+        if name == "runs directory":
+            yield name, dataclasses.replace(result, found=f"{result.found}, the same as here")
+        elif name == "torch":
+            yield name, _judge_torch(result, machine.torch, here.torch)
+        elif name != "clock":
+            yield name, result
+    yield "locked memory", judge_locked_memory(machine, _RAISE_LOCKED, nccl=needs.num_gpus > 0)
+    if report["way"] is not None:
+        yield f"way to {report['way']['name']}", _judge_way(report["way"])
+    yield "clock", _judge_clock(report, machine, answer)
+    yield "size", ok(f"{machine.cores} cores for the task, {format_bytes(machine.memory_bytes)} memory")
+
+
+def _judge_python(machine: Machine, here: Machine) -> Result:
+    if machine.python == here.python:
+        return ok(machine.python)
+    if minor_version(machine.python) == minor_version(here.python):
+        return note(f"{machine.python}, here {here.python}")
+    return red(f"{machine.python} in {machine.executable}, here {here.python}", _SAME_FIX)
+
+
+def _judge_torch(result: Result, there: Torch | None, here: Torch | None) -> Result:
+    """Compare versions only where both sides have one."""
+    if result.level == "red" or not (there and here and there.version and here.version):
+        return result
+    if there.version != here.version:
+        return red(f"{there.version}, here {here.version}", _SAME_FIX)
+    return result
+
+
+def _judge_way(way: Way) -> Result:
+    name, addresses = way["name"], way["addresses"]
+    if way["reached"] is not None:
+        by = f" by {way['interface']}" if way.get("interface") else ""
+        return ok(f"{way['reached']}, from {way.get('source', '?')}{by}")
+    if addresses and all(map(is_loopback, addresses)):
+        return red(
+            f"{name} is {', '.join(addresses)} here, which is this host itself",
+            f"the real address of {name} in /etc/hosts or DNS",
+        )
+    if not addresses:
+        return red(way["error"], f"the address of {name} in /etc/hosts or DNS")
+    return red(f"not reached: {way['error']}", "the nodes' firewall has to let jobs connect to each other")
+
+
+def _judge_clock(report: Report, machine: Machine, answer: JobAnswer) -> Result:
+    """Compare clocks: with the first node's by its answer, with this machine's by the times of submit and report."""
+    way = report["way"]
+    if way is not None and "clock_offset_s" in way:
+        against_first = judge_clock(way["clock_offset_s"], f"that of {way['name']}")
+        if against_first.level != "ok":
+            return against_first
+    behind = answer.submitted - machine.time
+    ahead = machine.time - answer.collected
+    offset = behind if behind > 0 else -ahead if ahead > 0 else 0.0
+    if abs(offset) >= CLOCK_RED_S:
+        return judge_clock(offset, "the clock here")
+    return ok("agrees with the clock here")
+
+
+def _explain_silence(node: str, answer: JobAnswer, here: Machine) -> tuple[str, Result]:
+    """Explain why a node has written no report, by the output of its task or of srun if it has the reason."""
+    lines = [line for line in answer.output if f"{node}:" in line or "execve" in line]
+    lines.sort(key=lambda line: "execve" not in line)  # the cause, before "task 1: Exited with exit code 2"
+    if lines and not lines[0].startswith(f"{node}: "):
+        return "report", red(f"no report: {lines[0]}", f"srun -w {node} {here.executable} -V")
+    why = lines[0].partition(": ")[2] if lines else "it may not see the runs directory"
+    fix = f"srun -w {node} ls -d {here.directory.path}; --runs DIR names storage that all nodes share"
+    return "runs directory", red(f"no report: {why}", fix)

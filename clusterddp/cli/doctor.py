@@ -31,12 +31,6 @@ class Depth:
     with_job: bool
     timeout_s: float
     deep: bool
-    report: Path | None
-
-    @property
-    def by_ranks(self) -> bool:
-        """Whether all ranks of the spec measure."""
-        return self.deep and self.with_job
 
 
 @command("doctor")
@@ -45,16 +39,12 @@ class Depth:
 @click.option("--job", "with_job", is_flag=True, help="Also look at nodes of the cluster, in a job of half a minute.")
 @click.option(
     "--timeout", "timeout_s", metavar="S", type=click.FloatRange(min=1), default=120.0, show_default=True,
-    help="With --job: how long it may wait for its start.",
+    help="How long the job of --job, or the run of --deep, may wait for its start.",
 )  # fmt: skip
 @click.option(
     "--deep", is_flag=True,
-    help="For ssh: let each host compute, and each talk to another one with torch (20 s). With --job, for every "
-    "launcher: let all ranks of SPEC measure what a training depends on (minutes).",
-)  # fmt: skip
-@click.option(
-    "--report", metavar="FILE", type=click.Path(dir_okay=False, path_type=Path),
-    help="With --job --deep: write what was found to FILE.json, and as a page to FILE.html.",
+    help="In place of these checks let all ranks of SPEC measure what a training depends on; for every launcher "
+    "(minutes).",
 )  # fmt: skip
 @place_options
 @output_option
@@ -81,9 +71,8 @@ def doctor(
     clusterddp doctor                      this machine
     clusterddp doctor job.yaml             and what the spec needs
     clusterddp doctor job.yaml --job       and the nodes: Python, torch, storage, network, clocks
-    clusterddp doctor job.yaml --job --deep                and what the spec's ranks can do there, on any launcher
     clusterddp doctor job.yaml --hosts gpu01,gpu02         over SSH: the hosts, and the network between them
-    clusterddp doctor job.yaml --hosts gpu01,gpu02 --deep  and how fast they compute and talk to each other
+    clusterddp doctor job.yaml --deep      what the ranks of the spec can do there, on any launcher
     """
     resolved = _load(spec, overrides, profile, terminal, flags=place.flags, hosts=place.read_hosts())
     _refuse_combinations(resolved, depth)
@@ -101,31 +90,27 @@ def _refuse_combinations(resolved: ResolvedSpec | None, depth: Depth) -> None:
 
     Raises: UsageError.
     """
-    over_ssh = resolved is not None and resolved.job.launcher == "ssh"
-    if depth.deep not in (depth.with_job, over_ssh):
+    if depth.deep and resolved is None:
+        raise UsageError("--deep lets the ranks of a spec measure: give a SPEC", hint="clusterddp doctor SPEC --deep")
+    if depth.with_job and not depth.deep and resolved is not None and resolved.job.launcher == "ssh":
         raise UsageError(
-            "--job is for Slurm and this machine, --deep for a spec with launcher ssh, both together for all",
-            hint="clusterddp doctor SPEC --launcher ssh, or --hosts H,H",
+            "--job looks at nodes of a Slurm cluster, and this spec runs over SSH",
+            hint="without --job doctor looks at its hosts; --deep lets its ranks measure",
         )
-    if (depth.by_ranks and resolved is None) or (depth.report is not None and not depth.by_ranks):
-        raise UsageError("--job --deep has the ranks of a spec measure, and --report keeps that: give a SPEC")
 
 
 def _check(
     resolved: ResolvedSpec | None, depth: Depth, terminal: Terminal, runs_dir: Path
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Carry out the checks; return them, and what -o json has beside them."""
-    if resolved is not None and depth.by_ranks:
+    """Return the checks, and what -o json has beside them."""
+    if resolved is not None and depth.deep:
         from clusterddp.check.ranks import measure_ranks
 
-        checks, measured = measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=depth.timeout_s, report=say)
-        if depth.report is not None:
-            _write_report(depth.report, measured)
-        return checks, {"findings": measured["findings"]}
+        return measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=depth.timeout_s, report=say)
     if resolved is not None and resolved.job.launcher == "ssh":
         from clusterddp.check.hosts import check_hosts
 
-        checks, ways = check_hosts(resolved, runs_dir, terminal.environ, deep=depth.deep, report=say)
+        checks, ways = check_hosts(resolved, runs_dir, terminal.environ)
         return checks, {"ways": ways}
     from clusterddp.check.cluster import check_cluster
 
@@ -144,16 +129,6 @@ def _show(checks: list[Check], output: str, **more: Any) -> int:
     else:
         put("\n".join(check_lines(checks)))
     return 0 if is_healthy(checks) else PreflightError.exit_code
-
-
-def _write_report(path: Path, measured: dict[str, Any]) -> None:
-    import json
-
-    from clusterddp.check.page import render_page
-
-    path.with_name(f"{path.name}.json").write_text(json.dumps(measured, indent=1) + "\n")
-    path.with_name(f"{path.name}.html").write_text(render_page(measured, title="clusterddp doctor --job --deep"))
-    say(f"written: {path}.json and {path}.html")
 
 
 def check_lines(checks: list[Check]) -> list[str]:

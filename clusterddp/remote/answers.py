@@ -47,22 +47,6 @@ class ProbeResult(TypedDict):
     round_trip_ms: float | None
 
 
-class LinkTried(TypedDict):
-    """The measured link between two hosts (train/host_trial.py)."""
-
-    mbyte_per_s: float
-    latency_ms: float
-
-
-class TrialReport(TypedDict, total=False):
-    """A line of a trial (train/host_trial.py)."""
-
-    port: int
-    compute: dict[str, float]
-    link: LinkTried
-    error: str
-
-
 class Address(TypedDict):
     """Where the head listens for the other supervisors."""
 
@@ -113,6 +97,5 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "table.end": {"ended": list[Ended]},
     "table.stored": {"stored": Storage},
     "table.remove": {"removed": list[Removed]},
-    "trial.read": {"reports": list[TrialReport], "ended": str | None},
 }
 """Operation -> key -> type, for `wire.build`; the other operations answer only that they succeeded."""

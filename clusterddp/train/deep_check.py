@@ -1,6 +1,6 @@
 """The deep check: the ranks of a run join, and measure what a training will depend on.
 
-The ranks of `doctor --job --deep` execute this module in place of the run's entry. Each prints one line per probe, a
+The ranks of `doctor --deep` execute this module in place of the run's entry. Each prints one line per probe, a
 Finding of facts/deep_check.py. A probe that fails ends only itself; where ranks take part together, on every rank.
 
 With the argument `hang` the ranks wait for one of them for ever; the caller measures how long the end of that takes.
@@ -9,11 +9,13 @@ With the argument `hang` the ranks wait for one of them for ever; the caller mea
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 import platform
 import resource
 import shutil
 import socket
+import statistics
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -26,10 +28,13 @@ import torch
 import torch.distributed as dist
 
 from clusterddp.facts.deep_check import (
+    ELSEWHERE,
     Compile,
+    Compute,
     Environment,
     Finding,
     Hang,
+    Link,
     Peers,
     Reduction,
     Reductions,
@@ -37,13 +42,14 @@ from clusterddp.facts.deep_check import (
     Training,
 )
 from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.network.interface import read_links
 from clusterddp.run.assignment import Assignment
 from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.compute_slots import agree_on_compute_slot
 from clusterddp.train.device import RankVariables, synchronize
-from clusterddp.train.group import Group, join_group, leave_group, min_over_ranks
+from clusterddp.train.group import Group, broadcast_bytes, gather_on_first, join_group, leave_group, min_over_ranks
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import read_plan, set_up_torch
@@ -56,7 +62,10 @@ _PROFILED_STEPS = 3
 _SIZES = tuple(4**power * 1024 for power in range(10))
 """Bytes of an all-reduce: 1 KiB to 256 MiB."""
 _LONGEST_S = 0.25
-"""An all-reduce that takes longer is the last one that is measured."""
+"""An all-reduce or a message that takes longer is the last one that is measured."""
+_MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)
+"""Bytes from one host to the next."""
+_PRODUCT_SIZE = {"cpu": 1024, "cuda": 4096}
 _COPY_BYTES = 1 << 26
 _ROUNDS = 5
 _SHM = "/dev/shm"  # noqa: S108
@@ -76,8 +85,10 @@ def main(environ: Mapping[str, str], arguments: list[str]) -> None:
     if "hang" in arguments:
         hang(group, probe)
     probe.group = group
+    probe("compute", lambda: time_product(group.device))
     if group.world_size > 1:
         probe("all_reduce", lambda: time_reductions(group))
+        probe("links", lambda: measure_links(group, environ))
     if group.device.type == "cuda" and variables.local_rank == 0:
         probe.on_this_rank("peers", measure_peers)
     spec = _spec(assignment, group)
@@ -99,12 +110,14 @@ class Probe:
     def __call__(self, name: str, measure: Callable[[], Any]) -> None:
         worked = self.on_this_rank(name, measure)
         if self.group is not None and not min_over_ranks(float(worked), self.group) and worked:
-            self._print(name, error="failed on another rank")
+            self._print(name, error=ELSEWHERE)
 
     def on_this_rank(self, name: str, measure: Callable[[], Any]) -> bool:
-        """Run a probe on this rank only; False: it failed."""
+        """Run a probe on this rank only, which may find nothing (None); False: it failed."""
         try:
-            self._print(name, found=measure())
+            found = measure()
+            if found is not None:
+                self._print(name, found=found)
         except Exception as error:
             first = next(iter(str(error).strip().splitlines()), "")
             self._print(name, error=f"{type(error).__name__}: {first[:500]}")
@@ -159,6 +172,48 @@ def time_reductions(group: Group) -> Reductions:
         if seconds > _LONGEST_S:
             break
     return Reductions(sizes=tuple(rows))
+
+
+def time_product(device: torch.device) -> Compute:
+    """Time a product of two square matrices."""
+    size = _PRODUCT_SIZE[device.type]
+    left, right = torch.ones(size, size, device=device), torch.ones(size, size, device=device)
+    times = [_time(partial(torch.mm, left, right), device) for _ in range(4 * _ROUNDS)]
+    return Compute(ms=round(1000 * statistics.median(times[_ROUNDS:]), 3))
+
+
+def measure_links(group: Group, environ: Mapping[str, str]) -> Link | None:
+    """Send messages around a ring of the hosts, to the next host and back; every rank calls this.
+
+    A host that is slow shows on both of its links, a link that is slow on one. Only the first rank of each host sends,
+    and returns the link to the next host, where it has one of its own.
+    """
+    gathered = gather_on_first(socket.gethostname(), group)
+    names = json.loads(broadcast_bytes(json.dumps(gathered).encode() if gathered else None, group) or b"[]")
+    hosts, here = list(dict.fromkeys(names)), names[group.rank]
+    count, found = len(hosts), None
+    if count == 1 or names.index(here) != group.rank:
+        return None
+    # In an order in which links of different hosts are measured at the same time: every second one, then the others.
+    around = [count - 1] if hosts[2:] else []  # of two hosts the way back is the same link
+    for number in (*range(0, count - 1, 2), *range(1, count - 1, 2), *around):
+        ends = hosts[number], hosts[(number + 1) % count]
+        if here not in ends:
+            continue
+        leads = here == ends[0]
+        latency_s, bytes_per_s = _exchange_messages(
+            names.index(ends[1] if leads else ends[0]), group.device, leads=leads
+        )
+        if leads:
+            name = environ.get("GLOO_SOCKET_IFNAME")
+            rated = next((link.speed_mbit_per_s for link in read_links() if link.name == name), None)
+            found = Link(
+                hosts=ends,
+                mbyte_per_s=round(bytes_per_s / 1e6, 1),
+                latency_ms=round(1000 * latency_s, 3),
+                rated_mbyte_per_s=rated / 8 if rated else None,
+            )
+    return found
 
 
 def measure_peers() -> Peers:
@@ -269,6 +324,25 @@ def _count_calls(state: TrainState, setting: Setting) -> dict[str, float]:
         f"{what}_per_step": round(sum(count for key, count in calls.items() if key.startswith(names)) / steps, 2)
         for what, names in counted.items()
     }
+
+
+def _exchange_messages(peer: int, device: torch.device, *, leads: bool) -> tuple[float, float]:
+    """Exchange messages with another rank; return the seconds of the smallest one, and bytes/s of the largest one."""
+
+    def exchange(numbers: torch.Tensor) -> None:
+        for sends in (leads, not leads):
+            (dist.send if sends else dist.recv)(numbers, peer)
+
+    small = torch.ones(1, device=device)
+    latency_s = min(_time(partial(exchange, small), device) for _ in range(_ROUNDS)) / 2
+    num_bytes, took = 0, small
+    for num_bytes in _MESSAGES:
+        numbers = torch.ones(num_bytes // 4, device=device)
+        took = small.fill_(min(_time(partial(exchange, numbers), device) for _ in range(_ROUNDS)) / 2)
+        (dist.send if leads else dist.recv)(took, peer)  # both continue alike
+        if took.item() > _LONGEST_S / 2:
+            break
+    return latency_s, num_bytes / took.item()
 
 
 def _copy_gb_per_s(one: int, two: int) -> float:

@@ -202,8 +202,6 @@ def requests(root: Path) -> Target:
         {"do": "table.stored", "older_than_s": 1e9},
         {"do": "table.remove", "places": ["runs/x"], "older_than_s": 1e9},
         {"do": "run.remove", "runs": {"x.0123abcd": TOKEN}},
-        {"do": "trial.tell", "words": {}},
-        {"do": "trial.stop"},
     ]
     host = Host(root=root / "asked", package=root, patience_s=600)
     make_run(host.root / "runs", name)

@@ -182,9 +182,7 @@ def login_notes(root: Path) -> Target:
 
 
 def nodes_reports(root: Path) -> Target:
-    from clusterddp.check.job import JobAnswer, _all_done, _collect
-    from clusterddp.check.nodes import judge_nodes
-    from clusterddp.check.probe import print_lines
+    from clusterddp.check.job import JobAnswer, _all_done, _read_output, _read_reports, judge_nodes
     from clusterddp.facts.checks import Needs
     from clusterddp.facts.machine import Machine
     from clusterddp.wire import build
@@ -200,25 +198,27 @@ def nodes_reports(root: Path) -> Target:
         "clock_offset_s": 0.0,
         "error": "",
     }
-    report = {"node_rank": 0, "node": "n1", "nonce": "same", "machine": machine, "way": way, "done": True}
+    report = {"node_rank": 0, "node": "n1", "machine": machine, "way": way, "done": True}
     folder = root / "work" / "doctor"
     folder.mkdir()
 
-    def read(what: str, data: bytes, rng: random.Random) -> None:
-        text = data.decode(errors="replace")
-        (folder / "node-0.json").write_bytes(data if what == "file" else b"")
-        (folder / "job.out").write_text(
-            "\n".join(print_lines(0, True, text)) if what == "lines" else "", errors="replace"
-        )
+    def read(what: Any, data: bytes, rng: random.Random) -> None:
+        (folder / "node-0.json").write_bytes(data)
+        (folder / "job.out").write_bytes(data)
         _all_done(SimpleNamespace(num_nodes=1), folder)  # type: ignore[arg-type]
-        reports, words = _collect(folder)
+        reports = {report["node"]: report for report in _read_reports(folder)}
         answer = JobAnswer(
-            job_id="1", nodes=("n1", *reports), reports=reports, submitted=0.0, collected=1.0, output=words
+            job_id="1",
+            nodes=("n1", *reports),
+            reports=reports,
+            submitted=0.0,
+            collected=1.0,
+            output=_read_output(folder),
         )
         judge_nodes(answer, here, Needs())
 
     return Target(
         name="reports of a doctor's nodes",
-        examples=[Example(value=report, what=what) for what in ("file", "lines")],
+        examples=[Example(value=report)],
         read=read,
     )

@@ -84,9 +84,8 @@ def printed_by_slurm() -> Iterator[Target]:
 
 def printed_by_ranks() -> Target:
     """What NCCL writes for a rank, and what the ranks of a deep check print."""
-    from clusterddp.check.page import render_page
-    from clusterddp.check.ranks import judge_ranks, to_report
-    from clusterddp.facts.deep_check import MARK, read_findings
+    from clusterddp.facts.checks import to_json
+    from clusterddp.facts.deep_check import MARK, judge_ranks, read_findings
     from clusterddp.network.nccl_log import merge, read_transport
 
     def read(what: str, data: bytes, rng: random.Random) -> None:
@@ -95,9 +94,7 @@ def printed_by_ranks() -> Target:
             merge([found] if (found := read_transport(text)) else [read_transport(nccl)])  # type: ignore[list-item]
             return
         findings = list(read_findings(text))
-        report = to_report(judge_ranks(findings, world_size=2, state="FAILED", run="run-1"), findings)
-        page = render_page(report, title="x")
-        assert "<script" not in page
+        to_json(judge_ranks(findings, world_size=2, state="FAILED", run="run-1"))
 
     nccl = (
         "n1:7:9 [0] NCCL INFO NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB eth0:10.0.0.1<0>\n"
@@ -106,7 +103,8 @@ def printed_by_ranks() -> Target:
     train = {"model": "a", "precision": "fp32", "batch": 8, "step_ms": 1.5, "images_per_s": 9.0, "checkpoint_s": 0.1}
     peers = {"access": [[True, False], [True, True]], "gb_per_s": [[None, 1.0], [2.0, None]]}
     sizes = {"sizes": [{"bytes": 1024, "ms": 0.1, "bus_gb_per_s": 0.2}]}
-    found = [("train", train), ("peers", peers), ("all_reduce", sizes), ("compile", {"seconds": 3.0})]
+    link = {"hosts": ["<script>", "n"], "mbyte_per_s": 9.0, "latency_ms": 0.1, "rated_mbyte_per_s": 125.0}
+    found = [("train", train), ("peers", peers), ("all_reduce", sizes), ("compile", {"seconds": 3.0}), ("links", link)]
     lines = [MARK + json.dumps({"rank": 0, "host": "<script>", "probe": probe, "found": it}) for probe, it in found]
     lines += [MARK + json.dumps({"rank": 1, "host": "n", "probe": "train", "error": "<script>"})]
     examples = [Example(value=nccl, what="nccl"), *(Example(value=line, what="deep check") for line in lines)]

@@ -1,4 +1,4 @@
-"""doctor --job --deep: what the ranks of a spec measure, what it means, and the report that is sent."""
+"""doctor --deep: what the ranks of a spec measure, what it means, and the report that is sent."""
 
 from __future__ import annotations
 
@@ -8,27 +8,34 @@ import json
 import os
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.check.page import render_page
-from clusterddp.check.ranks import judge_hang, judge_ranks, judge_transports, to_report
+from clusterddp.facts.checks import to_json
 from clusterddp.facts.deep_check import (
     MARK,
     Compile,
+    Compute,
     Environment,
     Finding,
+    Link,
     Peers,
     Reduction,
     Reductions,
     Training,
+    judge_hang,
+    judge_ranks,
+    judge_transports,
     read_findings,
 )
 from clusterddp.system.devices import visible_gpus
 from tests.support.paths import ROOT
+
+sys.path.insert(0, str(ROOT / "benchmarks"))
+import gpu_check
+import trainer_table
 
 GPU = Environment(
     python="3.11.7", torch="2.13.0", cuda="13.0", cudnn=91000, nccl="2.28.9", cores=16, locked_memory_bytes=-1,
@@ -50,6 +57,12 @@ train: {model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: ne
 
 def probed(probe: str, found: Any = None, *, rank: int = 0, error: str | None = None) -> Finding:
     return Finding(rank=rank, host=f"gpu0{rank // 8}", probe=probe, found=found, error=error)
+
+
+def measured(findings: list[Finding]) -> dict[str, Any]:
+    """Return what `doctor --deep -o json` prints of these findings."""
+    checks = judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1")
+    return {"checks": to_json(checks), "findings": [finding.to_json() for finding in findings]}
 
 
 def levels(findings: list[Finding], **changes: Any) -> dict[str, str]:
@@ -89,7 +102,37 @@ def test_a_slow_rank_is_named_by_its_time() -> None:
     assert levels(findings, world_size=8) == {"train": "note"}
 
 
-def test_ranks_that_end_early_are_red_with_the_probe_that_they_came_to() -> None:
+def test_a_host_that_computes_one_and_a_half_times_as_long_as_the_median_is_named() -> None:
+    findings = [probed("compute", Compute(ms=1.7 if rank == 9 else 1.0), rank=rank) for rank in range(24)]
+    (check,) = judge_ranks(findings, world_size=24, state="COMPLETED", run="run-1")
+    assert {host: result.level for host, result in check.results.items()} == {
+        "gpu00": "ok",
+        "gpu01": "note",
+        "gpu02": "ok",
+    }
+
+
+@pytest.mark.parametrize(
+    ("speeds", "noted"),
+    [
+        ({"ab": 1000.0, "bc": 1000.0, "cd": 1000.0, "da": 1000.0}, set()),
+        ({"ab": 10.0, "bc": 10.0, "cd": 1000.0, "da": 1000.0}, {"b"}),
+        ({"ab": 10.0, "bc": 1000.0, "cd": 1000.0, "da": 1000.0}, {"a", "b"}),
+        ({"ab": 10.0, "bc": 1000.0, "ca": 10.0}, {"a"}),
+        ({"ab": 10.0}, {"a"}),
+    ],
+)
+def test_a_slow_host_is_told_from_a_slow_link(speeds: dict[str, float], noted: set[str]) -> None:
+    """A host is at fault when all of its links are slow; of a slow link both ends are named, or the one that sent."""
+    findings = []
+    for rank, (ends, speed) in enumerate(speeds.items()):
+        link = Link(hosts=(ends[0], ends[1]), mbyte_per_s=speed, latency_ms=0.1, rated_mbyte_per_s=1250.0)
+        findings.append(Finding(rank=rank, host=ends[0], probe="links", found=link))
+    (check,) = judge_ranks(findings, world_size=4, state="COMPLETED", run="run-1")
+    assert {host for host, result in check.results.items() if result.level == "note"} == noted
+
+
+def test_ranks_that_end_early_are_red_with_the_last_probe() -> None:
     (_, ranks) = judge_ranks([probed("environment", GPU)], world_size=2, state="FAILED", run="run-1")
     (result,) = ranks.results.values()
     assert ranks.level == "red"
@@ -117,46 +160,39 @@ def test_what_a_rank_prints_is_read_back_and_what_makes_no_sense_is_left_out() -
     ]
 
 
-def test_a_report_names_no_host_and_its_page_escapes_what_others_wrote() -> None:
-    topology = "GPU0 <script>alert(1)</script>\n"
+def test_a_report_that_is_sent_names_no_host_and_its_page_escapes_what_others_wrote() -> None:
     findings = [
-        probed("environment", dataclasses.replace(GPU, topology=topology)),
+        probed("environment", dataclasses.replace(GPU, topology="GPU0 <script>alert(1)</script>\n")),
         probed("train", TRAINING, rank=8),
     ]
-    report = to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
+    report = gpu_check.without_host_names(measured(findings))
     text = json.dumps(report)
     assert "gpu0" not in text
     assert [each["host"] for each in report["findings"] + report["checks"]] == [0, 1, 0, 1]
-    page = render_page(json.loads(text), title="<b>")
+    page = gpu_check.render_page(json.loads(text), title="<b>")
     assert "<script>" not in page
     assert "<b>" not in page
     assert "&lt;script&gt;alert(1)&lt;/script&gt;" in page
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_spec_measure_and_hang_and_the_report_is_a_page(tmp_path: Path) -> None:
+def test_the_ranks_of_a_spec_measure_and_hang(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SPEC)
-    command = [sys.executable, "-m", "clusterddp", "doctor", "job.yaml", "--job", "--deep", "--report", "sent"]
+    command = [sys.executable, "-m", "clusterddp", "doctor", "job.yaml", "--deep", "-o", "json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
-    assert "\\x1b" not in done.stdout
-    report = json.loads((tmp_path / "sent.json").read_text())
-    assert report["state"] == "COMPLETED"
+    report = json.loads(done.stdout)
+    assert (report["healthy"], report["state"]) == (True, "COMPLETED")
     assert 0 < report["hang_ended_s"] < 60
     assert {(each["probe"], each["rank"]) for each in report["findings"] if each["found"]} == {
-        (probe, rank) for probe in ("environment", "rendezvous", "all_reduce", "train") for rank in (0, 1)
+        (probe, rank) for probe in ("environment", "rendezvous", "compute", "all_reduce", "train") for rank in (0, 1)
     }
     assert {each["level"] for each in report["checks"]} == {"ok"}
     assert [each["check"] for each in report["checks"]][-1] == "end of a hang in gloo"
-    tables: list[str] = []
-    parser = HTMLParser()
-    parser.handle_starttag = lambda tag, attributes: tables.append(tag)  # type: ignore[method-assign]
-    parser.feed((tmp_path / "sent.html").read_text())
-    assert tables.count("table") >= 6
 
 
-def test_deep_and_job_without_a_spec_is_refused(tmp_path: Path) -> None:
-    command = [sys.executable, "-m", "clusterddp", "doctor", "--job", "--deep"]
+def test_deep_without_a_spec_is_refused(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "clusterddp", "doctor", "--deep"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "give a SPEC" in done.stderr
@@ -174,14 +210,11 @@ def test_gpu_check_and_its_page_name_what_is_missing(tmp_path: Path) -> None:
 
 
 def test_a_report_becomes_a_table_of_the_docs() -> None:
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    from trainer_table import gpu_check_rows
-
     findings = [probed("environment", GPU), probed("train", TRAINING)]
-    deep = {"ranks": 8} | to_report(judge_ranks(findings, world_size=2, state="COMPLETED", run="run-1"), findings)
+    deep = {"ranks": 8} | measured(findings)
     speed = [{"what": "jobs/a.yaml", "images_per_s": 1000.0, "step_ms": 2.0, "mfu_percent": 31.5}]
     machine = {"torch": "2.13.0", "date": "2026-11-25", "commit": "abcdef0"}
     report = {"deep": deep, "machine": machine, "tests": {"passed": 3, "failed": []}, "speed": speed}
-    lines = list(gpu_check_rows(json.loads(json.dumps(report))))
+    lines = list(trainer_table.gpu_check_rows(json.loads(json.dumps(report))))
     assert lines[0].startswith("8 x NVIDIA H100, driver 580.10, torch 2.13.0, NCCL 2.28.9;")
     assert "| jobs/a.yaml | 1000.0 | 2.0 | 31.5 |  |" in lines

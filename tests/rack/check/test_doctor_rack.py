@@ -176,13 +176,14 @@ def test_the_ranks_of_a_spec_measure_on_their_nodes(two_nodes: Rack) -> None:
     (shared / "deep.yaml").write_text(
         f"name: deep\nlauncher: slurm\ndevice: cpu\nresources: {{nodes: 2, procs_per_node: 1}}\ntrain: {train}\n"
     )
-    command = [sys.executable, "-m", "clusterddp", "doctor", "deep.yaml", "--job", "--deep", "--report", "sent"]
+    command = [sys.executable, "-m", "clusterddp", "doctor", "deep.yaml", "--deep", "-o", "json"]
     done = two_nodes.run(HEAD, command, env={"PYTHONPATH": str(ROOT)}, cwd=shared, check=False, timeout_s=300)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((shared / "sent.json").read_text())
+    report = json.loads(done.stdout)
     assert (report["launcher"], report["state"]) == ("slurm", "COMPLETED")
     assert {(each["probe"], each["host"]) for each in report["findings"] if each["found"]} >= {
-        ("train", 0),
-        ("train", 1),
+        ("train", "node1"),
+        ("train", "node2"),
+        ("links", "node1"),
     }
     assert report["hang_ended_s"] is not None

@@ -15,7 +15,6 @@ import pytest
 from clusterddp.ranks.environment import COOKIE
 from tests.support.bare_python import lay_out
 from tests.support.ssh_place import SshPlace
-from tests.support.ssh_traces import command_of
 from tests.support.waiting import wait_until
 from tests.testbed.gpus import fit_gpus, occupy_gpu, remove_gpus
 from tests.testbed.network import block_ports, open_ports
@@ -30,6 +29,7 @@ device: cpu
 resources: {{procs_per_node: 1}}
 ssh: {{hosts: [node1, {second}], python: {python}, dir: {directory}}}
 """
+TRAIN = "train: {model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: never}\n"
 Rows = dict[tuple[str, str], dict[str, Any]]
 
 
@@ -212,40 +212,22 @@ def test_data_that_will_be_sent_need_not_be_there(doctor: Doctor) -> None:
 
 
 def test_deep_names_the_link_of_two_hosts_that_is_slow(doctor: Doctor, undo: ExitStack) -> None:
+    doctor.write(more=TRAIN)
     doctor.place.rack.set_link_rate("node2", 50)
     undo.callback(doctor.place.rack.set_link_rate, "node2", None)
-    row = doctor.ask("--deep")["link", "node1 - node2"]
-    found = re.match(r"slow: (\d+) MB/s", row["found"])
+    row = doctor.ask("--deep")["links", "node1"]
+    found = re.match(r"slow: with node2 (\d+) of 1250 MB/s", row["found"])
     assert found is not None, row
     # The link does 6.25; a busy machine may not keep up with it.
     assert (row["level"], 2 <= int(found[1]) <= 7, doctor.code) == ("note", True, 0), row
 
 
 def test_deep_names_the_host_among_three_whose_link_is_slow(doctor: Doctor, undo: ExitStack) -> None:
-    doctor.write("node2, node3")
+    doctor.write("node2, node3", more=TRAIN)
     doctor.place.rack.set_link_rate("node2", 50)
     undo.callback(doctor.place.rack.set_link_rate, "node2", None)
-    levels = {host: row["level"] for (check, host), row in doctor.ask("--deep").items() if check == "all-reduce"}
+    levels = {host: row["level"] for (check, host), row in doctor.ask("--deep").items() if check == "links"}
     assert levels == {"node1": "ok", "node2": "note", "node3": "ok"}
-
-
-def test_a_trial_ends_with_the_doctor(doctor: Doctor) -> None:
-    def trials() -> list[int]:
-        return [pid for node in ("node1", "node2") for pid in doctor.place.rack.pids(node) if is_trial(pid)]
-
-    asking = doctor.place.start("doctor", "job.yaml", "--deep")
-    try:
-        wait_until(lambda: len(trials()) == 2, 60)
-    finally:
-        for pid in doctor.place.rack.pids("head"):
-            if b"doctor\0job.yaml" in command_of(pid):
-                os.kill(pid, 9)
-        asking.communicate(timeout=240)
-    wait_until(lambda: trials() == [], 20)
-
-
-def is_trial(pid: int) -> bool:
-    return b"clusterddp.train.host_trial" in command_of(pid)
 
 
 def test_hosts_may_be_named_on_the_command_line(doctor: Doctor) -> None:
@@ -266,19 +248,19 @@ def test_an_address_that_is_everywhere_is_named(doctor: Doctor) -> None:
     assert any("docker0 172.17.0.1: the same on both hosts" in note for note in notes)
 
 
-def test_deep_is_for_ssh_only(doctor: Doctor) -> None:
-    done = doctor.place.clusterddp("doctor", "--deep", check=False)
-    assert (done.returncode, "--deep for a spec with launcher ssh" in done.stderr) == (2, True)
+def test_a_job_is_for_a_cluster_only(doctor: Doctor) -> None:
+    done = doctor.place.clusterddp("doctor", "job.yaml", "--job", check=False)
+    assert (done.returncode, "--job looks at nodes of a Slurm cluster" in done.stderr) == (2, True)
 
 
 def test_the_ranks_of_a_spec_measure_on_the_hosts(doctor: Doctor) -> None:
-    doctor.write(more="train: {model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: never}\n")
-    done = doctor.place.clusterddp("doctor", "job.yaml", "--job", "--deep", "--report", "sent", check=False)
+    doctor.write(more=TRAIN)
+    done = doctor.place.clusterddp("doctor", "job.yaml", "--deep", "-o", "json", check=False)
     assert done.returncode == 0, done.stdout + done.stderr
-    report = json.loads((doctor.place.path / "sent.json").read_text())
+    report = json.loads(done.stdout)
     assert (report["launcher"], report["state"]) == ("ssh", "COMPLETED")
     assert {(each["probe"], each["host"]) for each in report["findings"] if each["found"]} >= {
-        ("train", 0),
-        ("train", 1),
+        ("train", "node1"),
+        ("train", "node2"),
     }
     assert report["hang_ended_s"] is not None

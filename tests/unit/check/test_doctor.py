@@ -13,9 +13,7 @@ from typing import Any
 import click
 import pytest
 
-from clusterddp.check.job import JobAnswer, JobRequest, sbatch_argv
-from clusterddp.check.nodes import judge_nodes
-from clusterddp.check.probe import join_lines, print_lines
+from clusterddp.check.job import JobAnswer, JobRequest, judge_nodes, sbatch_argv
 from clusterddp.cli.doctor import check_lines
 from clusterddp.facts.checks import Check, Needs, Result, is_healthy, note, ok, red, rows
 from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, judge_machine
@@ -38,7 +36,7 @@ WAY = {"name": "n1", "addresses": ["10.0.0.11"], "reached": "10.0.0.11", "source
 
 def report(node_rank: int, machine: Machine, **changes: Any) -> dict[str, Any]:
     way = {**WAY, "clock_offset_s": 0.0} if node_rank else None
-    data = {"node_rank": node_rank, "node": f"n{node_rank + 1}", "nonce": "same", "machine": machine}
+    data = {"node_rank": node_rank, "node": f"n{node_rank + 1}", "machine": machine}
     return data | {"way": way, "done": True} | changes
 
 
@@ -93,9 +91,13 @@ def test_the_runs_directory_of_a_node_is_judged_as_it_is_here(changes: dict[str,
     assert (found.level, found.found.endswith(", the same as here")) == (level, True)
 
 
-def test_a_runs_directory_that_is_another_one_on_a_node_is_red() -> None:
-    found = result_of(judge_nodes(answer(report(0, HERE, nonce="Not there")), HERE, Needs()), "runs directory", "n1")
-    assert (found.level, found.found) == ("red", "/shared/runs is another directory there: Not there")
+@pytest.mark.parametrize(
+    ("output", "words"),
+    [((), "it may not see the runs directory"), (("n2: /shared/runs/.doctor-1: Stale file",), "Stale file")],
+)
+def test_a_node_that_does_not_see_the_runs_directory_is_red(output: tuple[str, ...], words: str) -> None:
+    found = result_of(judge_nodes(answer(report(0, HERE), output=output), HERE, Needs()), "runs directory", "n2")
+    assert (found.level, found.found.endswith(words)) == ("red", True)
 
 
 def test_another_torch_on_a_node_is_red() -> None:
@@ -242,15 +244,6 @@ def test_torch_is_imported_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPat
     (tmp_path / "torch.py").write_text("import os\nos.abort()\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     assert import_torch() == Torch(error="the import ends with exit code -6")
-
-
-def test_reports_are_printed_in_lines_that_srun_does_not_mix() -> None:
-    first, second = ("a" * 2000, "b" * 2000)
-    lines = [
-        line for pair in zip(print_lines(0, True, first), print_lines(1, True, second), strict=True) for line in pair
-    ]
-    assert max(map(len, lines)) < 1000
-    assert sorted(join_lines(["srun: noise", *lines])) == [first, second]
 
 
 def test_hosts_that_found_the_same_share_a_row_and_red_comes_first() -> None:

@@ -1,4 +1,4 @@
-"""The judgement of the facts of hosts: what is red, which host or link is at fault, and the fix."""
+"""The judgement of the facts of hosts: what is red, and the fix."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 
 from clusterddp.check.hosts import judge_connection, judge_machine_size, judge_offset
-from clusterddp.check.links import PairTrial, Trials, first_round, judge_trials, second_round
 from clusterddp.facts.checks import Needs, Result
 from clusterddp.facts.judge import judge_hosts, judge_locked_memory
 from clusterddp.facts.logind import Logout, read_logout
@@ -28,7 +27,6 @@ FACTS = dataclasses.replace(
     logout=Logout(user="ana", in_session=True, kills=False, lingers=False),
 )
 TRAINER = Needs(trainer=True, num_gpus=2, nccl=True)
-CLAIMS = {"a": 1250.0, "b": 1250.0, "c": 1250.0, "d": 1250.0}
 
 
 def judge(facts: Machine, *others: Machine, needs: Needs = TRAINER) -> dict[str, Result]:
@@ -44,29 +42,6 @@ def with_torch(**changes: str | bool | None) -> Machine:
 
 def with_directory(**changes: int | str | bool) -> Machine:
     return dataclasses.replace(FACTS, directory=dataclasses.replace(HERE.directory, in_memory=False, **changes))
-
-
-def slow(one: str, other: str) -> PairTrial:
-    return PairTrial(hosts=(one, other), mbyte_per_s=10.0, latency_ms=0.2)
-
-
-def fast(one: str, other: str) -> PairTrial:
-    return PairTrial(hosts=(one, other), mbyte_per_s=1000.0, latency_ms=0.2)
-
-
-def broken(one: str, other: str) -> PairTrial:
-    return PairTrial(hosts=(one, other), error="it timed out")
-
-
-def levels(trials: Trials) -> dict[tuple[str, str], str]:
-    """Return what is not as it should be: (check, host) -> level."""
-    found = judge_trials(trials, CLAIMS)
-    return {
-        (check.name, host): result.level
-        for check in found
-        for host, result in check.results.items()
-        if result.level != "ok"
-    }
 
 
 def test_hosts_that_are_alike_are_fine() -> None:
@@ -299,55 +274,3 @@ def test_a_clock_that_is_ahead_is_called_so() -> None:
 def test_the_connection_to_a_host_is_reported() -> None:
     found = judge_connection("ssh-ed25519", "ana", ["bastion"], 0.004).found
     assert found == "user ana through bastion, ssh-ed25519 key, round trip under 5 ms"
-
-
-@pytest.mark.parametrize(
-    ("hosts", "rounds"),
-    [
-        ("a", [[("a",)]]),
-        ("ab", [[("a", "b")]]),
-        ("abc", [[("a", "b")], [("c", "a")]]),
-        ("abcd", [[("a", "b"), ("c", "d")]]),
-    ],
-)
-def test_every_host_is_in_a_pair_of_the_first_round(hosts: str, rounds: list[list[tuple[str, ...]]]) -> None:
-    assert first_round(list(hosts)) == rounds
-
-
-def test_each_host_of_a_pair_that_failed_is_tried_with_one_that_did_well() -> None:
-    trials = Trials(pairs=[broken("a", "b"), fast("c", "d")])
-    assert second_round(trials, CLAIMS) == [[("c", "a"), ("d", "b")]]
-
-
-def test_a_host_of_a_good_pair_is_not_tried_again() -> None:
-    assert second_round(Trials(pairs=[slow("a", "b"), fast("c", "a")]), CLAIMS) == [[("c", "b")]]
-
-
-def test_there_is_no_second_round_when_all_pairs_did_well() -> None:
-    assert second_round(Trials(pairs=[fast("a", "b"), fast("c", "d")]), CLAIMS) == []
-
-
-def test_a_host_that_fails_with_everybody_is_red() -> None:
-    trials = Trials(pairs=[broken("a", "b"), fast("c", "d"), fast("c", "a"), broken("d", "b")])
-    assert levels(trials) == {("all-reduce", "b"): "red"}
-
-
-def test_when_both_hosts_do_well_with_others_it_is_the_way_between_them() -> None:
-    trials = Trials(pairs=[broken("a", "b"), fast("c", "d"), fast("c", "a"), fast("d", "b")])
-    assert levels(trials) == {("link", "a - b"): "red"}
-
-
-def test_a_slow_host_is_a_note() -> None:
-    trials = Trials(pairs=[slow("a", "b"), fast("c", "a"), slow("c", "b")])
-    assert levels(trials) == {("all-reduce", "b"): "note"}
-
-
-def test_two_hosts_are_held_against_what_their_interfaces_claim() -> None:
-    assert levels(Trials(pairs=[slow("a", "b")])) == {("link", "a - b"): "note"}
-
-
-def test_who_computes_one_and_a_half_times_as_long_as_the_median_is_named() -> None:
-    trials = Trials(compute_ms={"a": {"cuda:0": 1.0, "cuda:1": 1.7}, "b": {"cuda:0": 1.0}, "c": {"cuda:0": 1.1}})
-    (check,) = judge_trials(trials, CLAIMS)
-    assert {host: result.level for host, result in check.results.items()} == {"a": "note", "b": "ok", "c": "ok"}
-    assert check.results["a"].found.startswith("1.7 ms on cuda:1")
