@@ -14,8 +14,8 @@ from typing import Any
 from clusterddp.agent.types import Body, Host, Operation, Reply
 from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir
+from clusterddp.run.outcome import read_spooled
 from clusterddp.run.record import boot_id
-from clusterddp.run.spool import read_spooled
 from clusterddp.system.files import read_json
 
 MAX_REPLY_BYTES = 8 << 20

@@ -15,9 +15,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import read_end
+from clusterddp.run.outcome import deliver_end, read_end, read_spooled
 from clusterddp.run.record import RunRecord, drop_secrets, read_run
-from clusterddp.run.spool import deliver_end, read_spooled
 from clusterddp.run.view import RunState, RunView, final_view
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import RootCause, loss_of_node, signal_name
+from clusterddp.run.outcome import RootCause, loss_of_nodes, signal_name
 from clusterddp.system.files import read_tail
 
 CERTAIN = 0
@@ -136,36 +135,19 @@ def failure_of(end: RankEnd, gang: Gang) -> Failure:
 def reported_failure(gang: Gang, node: Node, report: Message, *, attempt: AttemptDir | None) -> Failure:
     """Return the failure that a node's supervisor reports; one that names a rank may be mended by another job.
 
-    `attempt`: as `failure_of_nodes`.
+    `attempt`: as for `loss_of_nodes`.
     """
     if report["kind"] == "parent_gone" and report["over_ssh"]:
         what = f"{node.host} lost the command that carries the run"
-        return failure_of_nodes(gang, gang.nodes, what, attempt=attempt, place=node)
+        cause = loss_of_nodes(gang, gang.nodes, what, attempt=attempt, place=node, whose="")
+        return Failure(cause=cause, job_restartable=True)
     if report["kind"] == "parent_gone":
         what = f"the task that carries the run (pid {report['pid']}) was killed"
-        return failure_of_nodes(gang, gang.nodes, what, attempt=attempt)
+        cause = loss_of_nodes(gang, gang.nodes, what, attempt=attempt, whose="")
+        return Failure(cause=cause, job_restartable=True)
     rank = int(report.get("rank", min(node.ranks)))
     weight, names_rank = int(report["weight"]), "rank" in report
     return Failure.at(node.host, str(report["error"]), rank=rank, weight=weight, job_restartable=names_rank)
-
-
-def failure_of_nodes(
-    gang: Gang, nodes: Sequence[Node], what: str, *, attempt: AttemptDir | None, place: Node | None = None
-) -> Failure:
-    """Return the failure of all ranks of `nodes` by something that is no rank's fault, seen at `place` if not there.
-
-    `attempt`: the one whose ranks had started; None: none had.
-    """
-    ranks, seen = [rank for node in nodes for rank in node.ranks], place or nodes[0]
-    cause = loss_of_node(
-        what,
-        host=seen.host,
-        ranks=seen.ranks if place else ranks,
-        ranks_in_words=spell_ranks(gang.carried_by(ranks)),
-        attempt=attempt,
-        whose="its " if len(nodes) < len(gang.nodes) else "",
-    )
-    return Failure(cause=cause, job_restartable=True)
 
 
 def read_error_file(path: Path) -> tuple[str | None, str | None]:

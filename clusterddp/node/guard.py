@@ -21,17 +21,14 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.history import record_end
 from clusterddp.node.processes import start_guard
 from clusterddp.ranks.environment import COOKIE, cookie, rank_cookies
-from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.cleanup import end_processes, find_processes
-from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import failed_by, loss_of_node
+from clusterddp.run.directory import AttemptDir
+from clusterddp.run.outcome import close_attempt, failed_by, loss_of_nodes
 from clusterddp.run.record import read_ranks, write_rank
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
@@ -46,14 +43,7 @@ _MAX_RESPAWNS = 20
 class Facts:
     """The facts of a node that its guard needs."""
 
-    run_dir: str
-    token: str
-    node_rank: int
-    host: str
-    ranks: tuple[int, ...]
-    ranks_in_words: str
-    other_nodes: tuple[int, ...]
-    """Node ranks, for the head's guard only: it cleans up for the whole run."""
+    order: SupervisorOrder
     supervisor_pid: int
     attempt: int
     started: bool = False
@@ -61,46 +51,26 @@ class Facts:
     restarts_left: bool = False
     """On Slurm: another start of the job may begin another attempt."""
 
-    @classmethod
-    def of_order(cls, order: SupervisorOrder) -> Facts:
-        """Return the facts at the start of this process, the supervisor of the order's node."""
-        node = order.node
-        others = tuple(each.node_rank for each in order.gang.nodes if each.node_rank != node.node_rank)
-        return cls(
-            run_dir=str(order.run.path),
-            token=order.gang.token,
-            node_rank=node.node_rank,
-            host=node.host,
-            ranks=node.ranks,
-            ranks_in_words=spell_ranks(order.gang.carried_by(node.ranks)),
-            other_nodes=others if order.is_head else (),
-            supervisor_pid=os.getpid(),
-            attempt=order.attempt,
-            restarts_left=order.slurm is not None and order.restarts_left_after(order.attempt),
-        )
-
-    @property
-    def is_head(self) -> bool:
-        return self.node_rank == 0
+    def to_json(self) -> dict[str, Any]:
+        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        return fields | {"order": self.order.to_json()}
 
     @property
     def attempt_dir(self) -> AttemptDir:
-        return RunDir(Path(self.run_dir)).attempt(self.attempt)
-
-    @property
-    def cookies(self) -> tuple[str, ...]:
-        """The cookies of this node's ranks, and of the other nodes' when this is the head."""
-        return rank_cookies(self.token, self.node_rank, *self.other_nodes)
+        return self.order.run.attempt(self.attempt)
 
 
 class Guard:
     """The supervisor's side of its guard."""
 
-    def __init__(self, facts: Facts, environment: Mapping[str, str], log: int, keep: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self, order: SupervisorOrder, environment: Mapping[str, str], log: int, keep: tuple[int, ...] = ()
+    ) -> None:
         """`keep`: descriptors that the guard inherits and holds until it ends."""
-        self.facts = facts
+        restarts_left = order.slurm is not None and order.restarts_left_after(order.attempt)
+        self.facts = Facts(order=order, supervisor_pid=os.getpid(), attempt=order.attempt, restarts_left=restarts_left)
         self.pid = 0
-        self._environment = dict(environment) | {COOKIE: cookie(facts.token, f"g{facts.node_rank}")}
+        self._environment = dict(environment) | {COOKIE: cookie(order.gang.token, f"g{order.node_rank}")}
         self._log = log
         self._keep = keep
         self._pipe = self._ready = -1
@@ -114,7 +84,7 @@ class Guard:
     def update(self, **changes: Any) -> None:
         """Send the guard what has changed."""
         self.facts = dataclasses.replace(self.facts, **changes)
-        self._send(dataclasses.asdict(self.facts))
+        self._send(self.facts.to_json())
 
     def on_exits(self, exits: Mapping[int, int]) -> bool:
         """Start another guard when this one was killed; return whether it was.
@@ -137,7 +107,7 @@ class Guard:
 
     def _start(self) -> None:
         self.pid, self._pipe, self._ready = start_guard(environment=self._environment, log=self._log, keep=self._keep)
-        self._send(dataclasses.asdict(self.facts))
+        self._send(self.facts.to_json())
 
     def _close(self) -> None:
         os.close(self._pipe)
@@ -156,7 +126,8 @@ def main() -> int:
     os.close(int(sys.argv[1]))
     facts = read_facts()
     if facts is not None:
-        clean_up(facts, f"supervisor of node {facts.node_rank} on {facts.host} (pid {facts.supervisor_pid}) was killed")
+        node = facts.order.node
+        clean_up(facts, f"supervisor of node {node.node_rank} on {node.host} (pid {facts.supervisor_pid}) was killed")
     return 0
 
 
@@ -170,38 +141,35 @@ def read_facts() -> Facts | None:
             continue
         if "done" in message:
             return None
-        facts = Facts(**message | {"ranks": tuple(message["ranks"]), "other_nodes": tuple(message["other_nodes"])})
+        facts = Facts(**message | {"order": SupervisorOrder.from_json(message["order"])})
     return facts
 
 
 def clean_up(facts: Facts, what_happened: str) -> None:
     """End the ranks of a node without its supervisor and complete their records; for the head, record the end."""
-    left = end_processes(*rank_cookies(facts.token, facts.node_rank), timeout_s=5.0)
+    order, gang, token = facts.order, facts.order.gang, facts.order.gang.token
+    left = end_processes(*rank_cookies(token, order.node_rank), timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
         _complete_rank_records(facts)
-    if not facts.is_head:
+    if not order.is_head:
         return
-    deadline = time.monotonic() + OTHERS_END_S
-    while time.monotonic() < deadline and any(find_processes(name) for name in facts.cookies):
-        time.sleep(0.05)
-    left = end_processes(*facts.cookies, timeout_s=5.0) if facts.other_nodes else left
-    cause = loss_of_node(
-        what_happened,
-        host=facts.host,
-        ranks=facts.ranks,
-        ranks_in_words=facts.ranks_in_words,
-        attempt=facts.attempt_dir if facts.started else None,
-    )
+    if len(gang.nodes) > 1:
+        everywhere = rank_cookies(token, *(node.node_rank for node in gang.nodes))
+        deadline = time.monotonic() + OTHERS_END_S
+        while time.monotonic() < deadline and find_processes(*everywhere):
+            time.sleep(0.05)
+        left = end_processes(*everywhere, timeout_s=5.0)
+    cause = loss_of_nodes(gang, (order.node,), what_happened, attempt=facts.attempt_dir if facts.started else None)
     if left:
         error = f"{cause.error}; processes {', '.join(map(str, left))} could not be killed"
         cause = dataclasses.replace(cause, error=error)
-    goes_on = facts.restarts_left and not is_file(RunDir(Path(facts.run_dir)).cancel_file)
-    record_end(facts.attempt_dir, failed_by(cause, goes_on=goes_on), facts.token)
+    goes_on = facts.restarts_left and not is_file(order.run.cancel_file)
+    close_attempt(facts.attempt_dir, failed_by(cause, goes_on=goes_on), token)
 
 
 def _complete_rank_records(facts: Facts) -> None:
     for record in read_ranks(facts.attempt_dir):
-        if record.rank in facts.ranks and record.ended is None:
+        if record.rank in facts.order.node.ranks and record.ended is None:
             ended = dataclasses.replace(
                 record, ended=time.time(), exit_code=137, signal="SIGKILL", error="ended with its supervisor"
             )

@@ -7,12 +7,12 @@ from collections.abc import Callable
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt, Restarts
-from clusterddp.node.failure import Failure, RankEnd, failure_of_nodes, reported_failure
+from clusterddp.node.failure import Failure, RankEnd, reported_failure
 from clusterddp.node.gang_nodes import Ending, JoinedNodes
 from clusterddp.node.guard import Guard
 from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.helpers import Helpers
-from clusterddp.node.history import EndRecord, StartRecord, log, log_end, make_next_attempt
+from clusterddp.node.history import StartRecord, log, log_end, make_next_attempt
 from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
 from clusterddp.node.log import log_line
@@ -21,6 +21,7 @@ from clusterddp.node.usage_watch import UsageWatch
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
+from clusterddp.run.outcome import EndRecord, loss_of_nodes
 from clusterddp.system.files import is_file
 
 
@@ -237,7 +238,8 @@ class Head:
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault."""
-        self._fail(failure_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in), now)
+        cause = loss_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in)
+        self._fail(Failure(cause=cause, job_restartable=True), now)
 
     def _fail(self, failure: Failure, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
@@ -276,12 +278,12 @@ class Head:
         self._await_record(self._record, now)
 
     def _await_record(self, record: EndRecord, now: float) -> None:
-        """Start the next attempt or finish once the end is recorded; other nodes try when this host's storage fails."""
+        """Start the next attempt or finish once the end is recorded."""
         if not record.step(now):
             return
         self._record, number, end = None, self._attempt.number, record.end
         if record.error is not None:
-            self._send_all({"kind": "record", "attempt": number, "end": dataclasses.asdict(end)})
+            log_line(f"the end could not be recorded: {record.error}")
         log_end(self._run, number, end)
         self._helpers.on_end(number, end)
         self._rendezvous.close()

@@ -1,4 +1,4 @@
-"""The records of an attempt: its start, its ranks, its end, and the events between.
+"""The records of an attempt: its start, its ranks, and the events between; run/outcome.py has its end.
 
 The run's storage may be away for a while; a write that it refuses is retried until its time is up.
 """
@@ -12,21 +12,16 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.log import log_line
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
-from clusterddp.run.outcome import AttemptEnd, write_end
-from clusterddp.run.record import ProcessIdentity, RankRecord, drop_secrets, log_event, write_rank
-from clusterddp.run.spool import spool_end
+from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.record import ProcessIdentity, RankRecord, log_event, write_rank
 from clusterddp.system.files import write_json
-from clusterddp.system.storage import is_outage, storage_timeout_s
+from clusterddp.system.storage import storage_timeout_s
 
 if TYPE_CHECKING:
     from clusterddp.node.failure import RankEnd
     from clusterddp.node.rank_network import RankNetwork, Rendezvous
     from clusterddp.rendezvous.connection import Message
     from clusterddp.run.gang import Gang, Node
-
-_RETRY_S = 0.5
-_FULL_S = 10.0
-"""How long the write of an end is retried on a full disk."""
 
 
 def make_next_attempt(run: RunDir, number: int) -> bool:
@@ -142,54 +137,6 @@ def with_end(record: RankRecord, end: RankEnd) -> RankRecord:
     return dataclasses.replace(
         record, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
     )
-
-
-class EndRecord:
-    """The record of the end of an attempt; it is spooled when the run's storage does not take it in time."""
-
-    def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float | None = None) -> None:
-        self.end = end
-        self.is_first = False
-        """True when no other process had recorded an end."""
-        self.error: str | None = None
-        """Why the run's storage did not take it."""
-        self._attempt = attempt
-        self._token = token
-        self._retry_at = 0.0
-        self._began = time.monotonic()
-        self._patience_s = storage_timeout_s() if patience_s is None else patience_s
-
-    def step(self, now: float) -> bool:
-        """Try when a try is due; True when the end is written, or the time is up."""
-        if now < self._retry_at:
-            return False
-        self._retry_at = now + _RETRY_S
-        try:
-            make_attempt_dirs(self._attempt)
-            self.is_first = write_end(self._attempt, self.end)
-            return True
-        except (ClusterddpError, OSError) as error:
-            patience_s = self._patience_s if is_outage(error) else min(_FULL_S, self._patience_s)
-            if now < self._began + patience_s:
-                return False
-            self._spool(str(error))
-            return True
-
-    def _spool(self, error: str) -> None:
-        self.error = error
-        reason = f"{self.end.reason}; this could not be recorded in the run's directory: {error}"
-        self.end = dataclasses.replace(self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time())
-        log_line(f"the end could not be recorded: {error}; it was {self.end.outcome}: {self.end.reason}")
-        self.is_first = spool_end(self._token, self._attempt.number, self.end)
-        drop_secrets(RunDir(self._attempt.path.parents[1]))
-
-
-def record_end(attempt: AttemptDir, end: AttemptEnd, token: str, *, patience_s: float | None = None) -> EndRecord:
-    """Record the end of an attempt; return when it is written or spooled."""
-    record = EndRecord(attempt, end, token, patience_s=patience_s)
-    while not record.step(time.monotonic()):
-        time.sleep(_RETRY_S)
-    return record
 
 
 def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
-from clusterddp.node.history import RankRecords, new_record, record_end, with_end
+from clusterddp.node.history import RankRecords, new_record, with_end
 from clusterddp.node.node_stacks import NodeStacks
 from clusterddp.node.node_usage import NodeUsage
 from clusterddp.node.rank import ENDING
@@ -27,7 +27,6 @@ from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import parse_end
 from clusterddp.run.preload import find_preload
 from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
 from clusterddp.system.files import is_file
@@ -92,10 +91,6 @@ class LocalRanks:
             self._stacks.ask(str(order["id"]), self._attempt.pids if self._attempt else {})
         elif order["kind"] == "usage":
             self._usage.ask(float(order["asked"]), int(order["most"]), self._attempt.pids if self._attempt else {})
-        elif order["kind"] == "record":
-            # The head's storage did not take it; this node's may.
-            attempt, end = self._run.attempt(int(order["attempt"])), parse_end(order["end"])
-            record_end(attempt, end, self._gang.token, patience_s=0.0)
         elif order["kind"] == "kill":
             if self._attempt is None:
                 self._report({"kind": "ended", "left": []})

@@ -16,7 +16,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
   the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress),
   `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see node_usage.py).
 * Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `stop`
-  (reason), `kill` (whole_gang), `record` (attempt, end), `stacks` (id), `usage` (asked, most), `finish` (exit_code).
+  (reason), `kill` (whole_gang), `stacks` (id), `usage` (asked, most), `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.
 * Without a number (peer.py): `join`, here with port; `join_again` (node_rank, session, received); the answer to both,
   `welcome` (session, received); `heartbeat` (received).
@@ -38,9 +38,9 @@ from clusterddp.network.interface import is_cut_off
 from clusterddp.node.allocation import Allocation
 from clusterddp.node.clock import Clock
 from clusterddp.node.failure import CERTAIN
-from clusterddp.node.guard import Facts, Guard, clean_up
+from clusterddp.node.guard import Guard, clean_up
 from clusterddp.node.helpers import Helpers
-from clusterddp.node.history import log_end, record_end
+from clusterddp.node.history import log_end
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
@@ -49,10 +49,9 @@ from clusterddp.node.rank_starter import Children
 from clusterddp.node.reach import open_tasks, reach_head
 from clusterddp.node.uplink import Uplink
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Loss
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, failed_by, loss_of_node, read_end
+from clusterddp.run.outcome import AttemptEnd, close_attempt, failed_by, loss_of_nodes, read_end
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import set_storage_timeout
@@ -128,7 +127,7 @@ class LostHead:
                 return True
         if now < self._record_at:
             return False
-        record = record_end(self._attempt, self._end(), self._order.gang.token)
+        record = close_attempt(self._attempt, self._end(), self._order.gang.token)
         if record.is_first:
             log_end(self._order.run, self._attempt.number, record.end)
         return True
@@ -141,13 +140,7 @@ class LostHead:
         elif loss.kind == "host_silent" and is_cut_off(self._interface):
             lost, what = order.node, f"{order.node.host} is cut off, its {self._interface} is down"
         started = self._attempt.ranks.is_dir() and any(self._attempt.ranks.glob("*.json"))
-        cause = loss_of_node(
-            what,
-            host=lost.host,
-            ranks=lost.ranks,
-            ranks_in_words=spell_ranks(order.gang.carried_by(lost.ranks)),
-            attempt=self._attempt if started else None,
-        )
+        cause = loss_of_nodes(order.gang, (lost,), what, attempt=self._attempt if started else None)
         goes_on = order.slurm is not None and order.restarts_left_after(self._attempt.number)
         return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
 
@@ -333,7 +326,7 @@ def main() -> int:
     keep = order.hold if order.tasks is None else (order.tasks, *order.hold)
     for descriptor in keep:
         os.set_inheritable(descriptor, False)
-    guard = Guard(Facts.of_order(order), inherited_environment(), log=sys.stderr.fileno(), keep=keep)
+    guard = Guard(order, inherited_environment(), log=sys.stderr.fileno(), keep=keep)
     supervisor: Supervisor | None = None
     try:
         supervisor = Supervisor(order, parent, signals, guard)
@@ -352,13 +345,13 @@ def main() -> int:
 
 
 def _end_after_error(order: SupervisorOrder, guard: Guard, supervisor: Supervisor | None, error: Exception) -> None:
-    facts = guard.facts
-    what = f"supervisor of node {facts.node_rank} on {facts.host} failed: {type(error).__name__}: {error}"
+    node = order.node
+    what = f"supervisor of node {node.node_rank} on {node.host} failed: {type(error).__name__}: {error}"
     if supervisor is not None:
         with contextlib.suppress(Exception):
             supervisor.uplink.report_fatal_error(what)
     try:
-        clean_up(facts, what)
+        clean_up(guard.facts, what)
     except Exception:
         log_line(traceback.format_exc())
 

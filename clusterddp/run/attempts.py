@@ -12,9 +12,8 @@ from typing import Protocol
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user
-from clusterddp.run.outcome import AttemptEnd, cancelled, read_end, write_end
+from clusterddp.run.outcome import AttemptEnd, cancelled, close_attempt, read_end, read_spooled, write_end
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
-from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.sweep import claim
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import sync_directory
@@ -121,24 +120,25 @@ def end_run(run: RunDir, end: AttemptEnd) -> None:
     If the run was about to restart, this makes the next attempt and records the end there.
     Raises: ClusterddpError, OSError: the storage does not take the record.
     """
-    attempt = run.newest_attempt()
-    last = read_end(attempt)
-    if last is not None and last.will_restart:
-        with contextlib.suppress(FileExistsError):
-            make_attempt(run, attempt.number + 1)
-        attempt = run.attempt(attempt.number + 1)
-    write_end(attempt, end)
+    write_end(_attempt_without_end(run), end)
 
 
 def end_or_spool(run: RunDir, attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
     """Record how the run ended; spool the end if the storage does not take it. `attempt`: the newest known attempt."""
-    try:
-        retry_outage(lambda: end_run(run, end))
-    except (ClusterddpError, OSError) as error:
-        with contextlib.suppress(OSError):
-            attempt = run.newest_attempt()
-        reason = f"{end.reason}; this could not be recorded in the run's directory: {error}"
-        spool_end(token, attempt.number, dataclasses.replace(end, reason=reason))
+    with contextlib.suppress(ClusterddpError, OSError):
+        attempt = retry_outage(lambda: _attempt_without_end(run))
+    close_attempt(attempt, end, token)
+
+
+def _attempt_without_end(run: RunDir) -> AttemptDir:
+    """Return the newest attempt, or the one that was to follow it."""
+    attempt = run.newest_attempt()
+    last = read_end(attempt)
+    if last is None or not last.will_restart:
+        return attempt
+    with contextlib.suppress(FileExistsError):
+        make_attempt(run, attempt.number + 1)
+    return run.attempt(attempt.number + 1)
 
 
 def end_queued(run: RunDir, reason: str) -> bool:

@@ -1,29 +1,43 @@
-"""The end of an attempt: how it ended and why.
+"""The end of an attempt: how it ended and why, and its record.
 
-Usually the head records it. If the head cannot, its guard does, another node, the task or the batch script that carries
-the run, the next start of a Slurm job, or the process that failed to start it. All build an `AttemptEnd` with the
-functions here; the first `end.json` that is written counts.
+The head records it (`EndRecord`). Where it cannot, whichever process finds the attempt without an end closes it
+(`close_attempt`): its guard, a node that has lost it, the task or batch script that carries the run, the next start of
+a Slurm job, a command. The first `end.json` that is written counts.
+
+The spool keeps ends that a run's own storage does not take (full, read-only, lost) in the user's state directory. A
+reader that finds no `end.json` looks there. On a cluster it helps if home directories are shared and on other storage
+than the runs.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import os
 import re
 import signal
 import socket
 import time
-from collections.abc import Collection
+from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
+from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import drop_secrets
 from clusterddp.system.files import build_record, read_json, write_json
+from clusterddp.system.storage import is_outage, storage_timeout_s
 
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 _LOG = re.compile(r"(attempts/\d+/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")
 """The paths that a root cause may have as its log, relative to the run's directory."""
+_RETRY_S = 0.5
+_FULL_S = 10.0
+"""How long the write of an end is retried on a full disk."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -83,26 +97,74 @@ def failed_by(cause: RootCause, *, goes_on: bool = False) -> AttemptEnd:
     return AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
 
 
-def loss_of_node(
+def loss_of_nodes(
+    gang: Gang,
+    nodes: Sequence[Node],
     what: str,
     *,
-    host: str,
-    ranks: Collection[int],
-    ranks_in_words: str,
     attempt: AttemptDir | None,
+    place: Node | None = None,
     whose: str = "its ",
 ) -> RootCause:
-    """Return the root cause of ranks that ended because a host or a supervisor was lost.
+    """Return the root cause of ranks that ended because their hosts or supervisors were lost.
 
-    `what`: a sentence on what happened. `attempt`: the one whose ranks had started; None: no rank had.
+    `what`: a sentence on what happened. `attempt`: the one whose ranks had started; None: no rank had. `place`: where
+    it was seen, if not on the first of the nodes.
     """
+    host = (place or nodes[0]).host
     if attempt is None:
-        error = f"{what} before any rank was started"
-        return RootCause(rank=None, host=host, exit_code=None, error=error, log=None)
-    rank = min(ranks)
+        return RootCause(rank=None, host=host, exit_code=None, error=f"{what} before any rank was started", log=None)
+    ranks = [rank for node in nodes for rank in node.ranks]
+    rank = min(place.ranks if place else ranks)
     log = str(attempt.stderr(rank).relative_to(attempt.path.parents[1]))
-    error = f"{what}; {whose}{ranks_in_words} ended with it"
+    error = f"{what}; {whose}{spell_ranks(gang.carried_by(ranks))} ended with it"
     return RootCause(rank=rank, host=host, exit_code=None, error=error, log=log)
+
+
+class EndRecord:
+    """The record of the end of an attempt; it is spooled when the run's storage does not take it in time."""
+
+    def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str) -> None:
+        self.end = end
+        self.is_first = False
+        """True when no other process had recorded an end."""
+        self.error: str | None = None
+        """Why the run's storage did not take it."""
+        self._attempt = attempt
+        self._token = token
+        self._retry_at = 0.0
+        self._began = time.monotonic()
+
+    def step(self, now: float) -> bool:
+        """Try when a try is due; True when the end is written, or the time is up."""
+        if now < self._retry_at:
+            return False
+        self._retry_at = now + _RETRY_S
+        try:
+            make_attempt_dirs(self._attempt)
+            self.is_first = write_end(self._attempt, self.end)
+            return True
+        except (ClusterddpError, OSError) as error:
+            patience_s = storage_timeout_s() if is_outage(error) else min(_FULL_S, storage_timeout_s())
+            if now < self._began + patience_s:
+                return False
+            self._spool(str(error))
+            return True
+
+    def _spool(self, error: str) -> None:
+        self.error = error
+        reason = f"{self.end.reason}; this could not be recorded in the run's directory: {error}"
+        self.end = dataclasses.replace(self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time())
+        self.is_first = spool_end(self._token, self._attempt.number, self.end)
+        drop_secrets(RunDir(self._attempt.path.parents[1]))
+
+
+def close_attempt(attempt: AttemptDir, end: AttemptEnd, token: str) -> EndRecord:
+    """Record the end of an attempt that nobody else may have recorded; return when it is written or spooled."""
+    record = EndRecord(attempt, end, token)
+    while not record.step(time.monotonic()):
+        time.sleep(_RETRY_S)
+    return record
 
 
 def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
@@ -137,9 +199,45 @@ def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
     return dataclasses.replace(end, root_cause=dataclasses.replace(cause, log=None))
 
 
+def spool_end(token: str, attempt: int, end: AttemptEnd) -> bool:
+    """Write the end of an attempt to the spool; False: it has one already, or cannot be written."""
+    path = _path(token, attempt)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return write_json(path, dataclasses.asdict(end), exclusive=True)
+    except (ClusterddpError, OSError):
+        return False
+
+
+def read_spooled(token: str, attempt: int) -> AttemptEnd | None:
+    """Read the end of an attempt from the spool; None if it has none."""
+    path = _path(token, attempt)
+    with contextlib.suppress(OSError):
+        data = read_json(path)
+        return None if data is None else parse_end(data, str(path))
+    return None
+
+
+def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
+    """Move the end of an attempt from the spool to the run, if the run's storage takes it now."""
+    path = _path(token, attempt.number)
+    if path.exists():
+        with contextlib.suppress(ClusterddpError, OSError):
+            write_end(attempt, end)
+            path.unlink(missing_ok=True)
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as SIGTERM."""
     try:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+def _path(token: str, attempt: int) -> Path:
+    # The same path as platformdirs, which is not installed on every host of an SSH run.
+    state = os.environ.get("XDG_STATE_HOME", "").strip() or "~/.local/state"
+    # Hashed: a record that another user has written must not lead to another file.
+    name = hashlib.sha256(f"{token} {attempt}".encode()).hexdigest()[:32]
+    return Path(state).expanduser() / "clusterddp" / "ends" / f"{name}.json"

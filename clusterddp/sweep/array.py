@@ -15,7 +15,6 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launchers.slurm.jobs import cancel_job, wait_for_job
 from clusterddp.launchers.slurm.launcher import submit_job
 from clusterddp.launchers.state import announce, read_state
-from clusterddp.run.attempts import end_run
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
@@ -27,6 +26,7 @@ from clusterddp.slurm.identity import job_name
 from clusterddp.slurm.queue import Slurm
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.staging import refusal
+from clusterddp.submission.submit import record_end
 from clusterddp.sweep.staging import replace_files, take_back
 from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import user_name
@@ -82,7 +82,7 @@ def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str
     _scancel(record, environ, *(["--state=PENDING"] if stopping else []))
     for run, _ in of_array:
         if views[run].state in {RunState.PENDING, RunState.REQUEUED}:
-            _record_end(run)
+            record_end(run, cancelled("cancelled with its sweep before it was started"))
     for run, known in going:
         if known.job_tag != record.job_tag:  # it was resumed in a job of its own
             cancel(run, save=save)
@@ -156,12 +156,6 @@ def _mark(run: RunDir) -> None:
     """Write the file that makes the job of the run end it, now or after a requeue."""
     if write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True):
         log_event(run, "cancel_requested")
-
-
-def _record_end(run: RunDir) -> None:
-    # If an end is recorded already, it stays.
-    with contextlib.suppress(ClusterddpError):
-        end_run(run, cancelled("cancelled with its sweep before it was started"))
 
 
 def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: float) -> str:

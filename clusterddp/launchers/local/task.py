@@ -19,12 +19,11 @@ from pathlib import Path
 from types import FrameType
 
 from clusterddp.ranks.environment import inherited_environment, rank_cookies
-from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_node, signal_name
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_nodes, signal_name
 from clusterddp.run.record import ProcessIdentity, log_event, read_gang, read_run, write_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
@@ -160,9 +159,7 @@ def _explain(run: RunDir, ended: list[_Supervisor], error_text: str | None) -> A
         last_line = read_tail(first.log).rpartition("\n")[2]
         error = f"{who} exited with code {code}" + (f": {last_line}" if last_line else "")
     attempt = run.newest_attempt() if started else None
-    cause = loss_of_node(
-        error, host=node.host, ranks=node.ranks, ranks_in_words=spell_ranks(node.ranks), attempt=attempt
-    )
+    cause = loss_of_nodes(read_gang(run), (node,), error, attempt=attempt)
     exit_code, log = 128 - code if code < 0 else code, str(first.log.relative_to(run.path))
     return failed_by(dataclasses.replace(cause, exit_code=exit_code, log=log))
 

@@ -30,9 +30,8 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, read_spooled, spool_end
 from clusterddp.run.record import drop_secrets, log_event, read_run
-from clusterddp.run.spool import read_spooled, spool_end
 from clusterddp.run.stop import request_stop
 from clusterddp.slurm.control import JobNow, show_job
 from clusterddp.system.storage import retry_outage, storage_timeout_s

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from clusterddp.look.diagnosis import diagnose
-from clusterddp.run.outcome import RootCause, loss_of_node
+from clusterddp.run.outcome import RootCause, loss_of_nodes
+from tests.support.gang_runs import make_gang
 
 
 def category(error: str, *, rank: int | None = 1, traceback: str | None = None) -> str:
@@ -44,10 +47,9 @@ def test_a_failure_has_a_category(error: str, expected: str) -> None:
     assert category(error) == expected
 
 
-def test_the_loss_of_a_supervisor_is_the_loss_of_its_node() -> None:
-    cause = loss_of_node(
-        "the supervisor was killed", host="node2", ranks=[2, 3], ranks_in_words="ranks 2-3", attempt=None
-    )
+def test_the_loss_of_a_supervisor_is_the_loss_of_its_node(tmp_path: Path) -> None:
+    gang = make_gang(tmp_path, "")
+    cause = loss_of_nodes(gang, gang.nodes[1:], "the supervisor was killed", attempt=None)
     assert diagnose(cause).category == "setup"  # no rank had started
     error = "the supervisor of node 1 was killed; its ranks 2-3 ended with it"
     assert category(error) == "node_lost"
