@@ -75,7 +75,6 @@ INTERNAL = {
     "CLUSTERDDP_COOKIE": "Names the run and the role of a process; cleanup finds the processes of a run by it.",
     "CLUSTERDDP_ALONE": "A rank under `worker` records its own end.",
     "CLUSTERDDP_SUPERVISOR_PID": "The process whose death ends a rank.",
-    "CLUSTERDDP_CORES": "The cores near the rank's GPU.",
     "CLUSTERDDP_PRELOAD": "The modules that a starting rank imports first.",
     "CLUSTERDDP_LISTENER_FD": "The socket that listens at the master port.",
     "CLUSTERDDP_AT_LOGIN": "The command runs on a login node for a laptop.",

@@ -151,7 +151,7 @@ class Target(TypedDict):
 _VARIABLES = dict[str, str]
 REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "facts.machine": {"data_dir": str | None, "variables": _VARIABLES | None, "with_driver": bool | None},
-    "gpus.lease": {"count": int, "run": str, "when_busy": str | None},
+    "gpus.lease": {"counts": list[int], "run": str},
     "login.lay_out": {"at": str, "files": dict[str, str], "sum": str | None, "within": str, "git": Any},
     "results.list": {"runs": list[Seen]},
     "results.read": {"name": str, "parts": list[Part]},

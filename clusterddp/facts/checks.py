@@ -23,8 +23,6 @@ class Needs:
     """NCCL connects machines."""
     download: bool = True
     """Data that is missing is downloaded."""
-    waits: bool = False
-    """It waits for GPUs that are in use."""
     sent_bytes: int = 0
     """How much data will be sent, if the machine has none of it yet."""
 

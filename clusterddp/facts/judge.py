@@ -146,11 +146,7 @@ def _judge_gpus(gpus: Sequence[str], busy: Mapping[str, str], needs: Needs) -> R
         )
     if free < needs.num_gpus:
         found = f"{needs.num_gpus} of {count} are asked for, {free or 'none'} {'is' if free == 1 else 'are'} free{used}"
-        return (
-            note(f"{found}; the run waits in the queue")
-            if needs.waits
-            else red(found, "ssh.when_busy=wait queues the run")
-        )
+        return red(found, "submit it when they are free; a sweep waits for GPUs by itself")
     if needs.num_gpus:
         return ok(f"{needs.num_gpus} of {count} are asked for{used}")
     return ok(f"{count}: {', '.join(gpus)}{used}" if gpus else "none")

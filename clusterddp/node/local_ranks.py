@@ -20,7 +20,7 @@ from clusterddp.node.node_stacks import NodeStacks
 from clusterddp.node.node_usage import NodeUsage
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import find_rank_network
-from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, choose_cores, plan_launch
+from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, plan_launch
 from clusterddp.node.rank_watch import ConnectionWatch, LocalAttempt, LocalEnding, NcclWatch
 from clusterddp.ranks.environment import rank_cookies
 from clusterddp.rendezvous.connection import Message
@@ -190,12 +190,8 @@ class LocalRanks:
             self._stacks.begin_attempt()
             self._usage.begin_attempt()
             make_attempt_dirs(directory)
-            cores = choose_cores(node, self._gang.env)
             preload = find_preload(self._gang.entry)
-            launches = {
-                rank: plan_launch(self._run, network.gang, rank, order, cores=cores.get(rank), preload=preload)
-                for rank in node.ranks
-            }
+            launches = {rank: plan_launch(self._run, network.gang, rank, order, preload=preload) for rank in node.ranks}
             # All ranks first, because they wait for each other; the records, which wait for the disk, afterwards.
             self._starter.start(launches)
         except (OSError, ClusterddpError) as error:

@@ -55,7 +55,6 @@ def run_rank(run_dir: str) -> None:
     _die_with_supervisor()
     _stop_on_signal()
     _keep_flight_record()
-    _keep_to_cores()
     _import_first()
     if "CLUSTERDDP_LISTENER_FD" in os.environ:
         from clusterddp.node.store_listener import give_listener_to_torch
@@ -141,17 +140,6 @@ def _keep_flight_record() -> None:
     for names, value in variables:
         if os.environ.keys().isdisjoint(names):
             os.environ[names[0]] = value
-
-
-def _keep_to_cores() -> None:
-    """Bind this process, and all that it starts, to the cores near the rank's GPU."""
-    text = os.environ.pop("CLUSTERDDP_CORES", None)
-    if text is None:
-        return
-    from clusterddp.system.gpu_cores import read_cores
-
-    with contextlib.suppress(OSError, ValueError, AttributeError):  # a core went offline meanwhile; no Linux
-        os.sched_setaffinity(0, read_cores(text))
 
 
 def _import_first() -> None:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import signal
 import sys
 from collections.abc import Mapping
@@ -16,15 +15,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from clusterddp.network.nccl_log import VARIABLES
-from clusterddp.node.log import log_line
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
-from clusterddp.ranks.environment import CORES, SUPERVISOR_PID, USERS, Variable, inherited_environment
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import SUPERVISOR_PID, USERS, Variable, inherited_environment
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Gang, Node
+from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import signal_name
 from clusterddp.run.preload import Preload
-from clusterddp.system.gpu_cores import cores_for_ranks
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,35 +243,14 @@ class _ForkServer:
         self.close()
 
 
-def choose_cores(node: Node, environ: Mapping[str, str]) -> dict[int, str]:
-    """Choose cores near the GPUs, by rank, where each rank has a GPU and no scheduler has chosen cores.
-
-    `environ`: the user's own variables; no cores are chosen where one of them names GPUs.
-    """
-    if node.slurm_chooses_gpus or len(node.gpus) != len(node.ranks) or "CUDA_VISIBLE_DEVICES" in environ:
-        return {}
-    if not hasattr(os, "sched_getaffinity"):
-        return {}
-    chosen = cores_for_ranks(node.gpus, frozenset(os.sched_getaffinity(0)))
-    cores = {rank: each for rank, each in zip(node.ranks, chosen, strict=True) if each is not None}
-    for each in dict.fromkeys(cores.values()):
-        ranks = spell_ranks([rank for rank in cores if cores[rank] == each])
-        log_line(f"{ranks} keep to cores {each}, near the GPU")
-    return cores
-
-
-def plan_launch(
-    run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, cores: str | None, preload: Preload
-) -> Launch:
-    """Plan the start of a rank for the head's order to start an attempt; `cores`: the rank is bound to these."""
+def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, preload: Preload) -> Launch:
+    """Plan the start of a rank for the head's order to start an attempt."""
     attempt, master_port = run.attempt(int(order["attempt"])), int(order["master_port"])
     variables = gang.variables_of(
         rank, run_dir=str(run.path), attempt=attempt.number, restart=order["restart"], master_port=master_port
     )
     if not inherited_environment().keys().isdisjoint(VARIABLES):
         variables = {name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS}
-    if cores is not None:
-        variables = variables | {CORES: Variable(cores, "near the rank's GPU")}
     return Launch(
         run_dir=run.path,
         variables=variables,

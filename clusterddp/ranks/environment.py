@@ -18,7 +18,6 @@ DEVICE = "CLUSTERDDP_DEVICE"
 """The device of the trainer's ranks: cuda or cpu."""
 GPU = "CLUSTERDDP_GPU"
 """The index of the rank's GPU among those that it sees, where that is not LOCAL_RANK."""
-CORES = "CLUSTERDDP_CORES"
 """The cores near its GPU that a starting rank is bound to; removed before the user's program runs."""
 PRELOAD = "CLUSTERDDP_PRELOAD"
 """The modules, with commas between, that a starting rank imports first; removed before the user's program runs."""
@@ -40,7 +39,7 @@ PLACE_VARIABLES = frozenset(
 )  # fmt: skip
 """The place of a rank and its rendezvous, by torchrun's names."""
 _OF_THE_RUN = frozenset({"CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_INIT_METHOD", STOP_FILE})
-_OF_THE_START = frozenset({SUPERVISOR_PID, CORES, PRELOAD, LISTENER_FD, ALONE})
+_OF_THE_START = frozenset({SUPERVISOR_PID, PRELOAD, LISTENER_FD, ALONE})
 _OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SPANK_", "PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "PALS_")
 
 

@@ -46,6 +46,8 @@ _SYNONYMS = {
 _REMOVED: dict[str, str] = {
     "start": "leave it out, and clusterddp starts the ranks; to have torchrun start them: "
     "entry: {command: [torchrun, train.py], owns_ranks: true}",
+    "ssh.when_busy": "a run is refused with the name of the run that has its GPUs; submit it when they are free, "
+    "or as a sweep, whose runs wait",
     "notify.shell": "a shell is a command like others: command: [sh, -c, 'TEXT']",
 }
 """Dotted key that earlier versions had -> what to use instead, in one sentence for a hint."""

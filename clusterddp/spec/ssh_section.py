@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import combinations
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from clusterddp.spec import fields
-from clusterddp.spec.fields import Word
 from clusterddp.spec.hosts import expand_hosts, refuse_too_many, share_out
 from clusterddp.spec.scalars import FETCHABLE
 from clusterddp.spec.section import MAX_RANKS, Conflict, Section
@@ -81,9 +80,6 @@ class Ssh(SshPython):
         default=FETCHABLE,
         description="What is copied back into the run's directory when the run has ended: a list of logs, metrics and "
         "checkpoints (with the first host's output/), or all, or none.",
-    )
-    when_busy: Annotated[Literal["refuse", "wait"], Word] = Field(
-        default="refuse", description="When other runs have the GPUs: refuse to start, or wait in line."
     )
 
     @field_validator("hosts", mode="before")

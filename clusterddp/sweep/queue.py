@@ -34,9 +34,8 @@ from clusterddp.system.files import is_file
 from clusterddp.system.storage import retry_outage
 
 _POLL_S = 0.5
-_FIRST_RETRY_S = 2.0
-_MAX_RETRY_S = 30.0
-"""The longest pause before a retry if the GPUs are in use; the end of one of the queue's runs ends the pause."""
+_RETRY_S = 5.0
+"""The pause before a retry if the GPUs are in use; the end of one of the queue's runs ends the pause."""
 _MAX_FAILED_STARTS = 3
 """After so many failed starts in a row the queue stops: the other runs would fail, too."""
 
@@ -71,7 +70,6 @@ class Queue:
         first = read_plan(sweep.runs()[0])
         self._width = queue_width(first, read_sweep(sweep).throttle)
         self._failed_starts = 0
-        self._retry_s = _FIRST_RETRY_S
         self._retry_at = 0.0
         self._is_starting = False
         self._signal: str | None = None
@@ -87,7 +85,7 @@ class Queue:
             ended = [started for started in self._started if started.has_ended()]
             self._started = [started for started in self._started if started not in ended]
             if ended:
-                self._retry_at, self._retry_s = 0.0, _FIRST_RETRY_S
+                self._retry_at = 0.0
             while not self._why_stop() and self._start_next():
                 pass
             for started in ended:  # last: a long download must not delay the next start
@@ -127,8 +125,7 @@ class Queue:
             started = self._start(run)
         except GpusInUseError as error:
             self._record_wait(f"{run.name}: {error.message}")
-            self._retry_at = time.monotonic() + self._retry_s
-            self._retry_s = min(_MAX_RETRY_S, 2 * self._retry_s)
+            self._retry_at = time.monotonic() + _RETRY_S
             return False
         self._waiting.popleft()
         self._record_wait("")

@@ -4,15 +4,12 @@ A lease is two abstract unix sockets per device, bound and never used. The name 
 kernel gives it to one process only; the name of the second contains the run. /proc/net/unix lists the names. The kernel
 closes both when the last process that has them open ends, so there is no file to clean up, and users need no common
 directory. Sockets belong to a network namespace: containers with networks of their own do not see each other's leases.
-
-The line of waiting runs uses the same pair of names, with a number in place of the device.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
-import json
 import os
 import pwd
 import re
@@ -27,21 +24,16 @@ from clusterddp.system.devices import Gpu, ask_nvidia_smi, list_gpus, visible_gp
 ENDING_S = 3.0
 """How long the last process of an ended run may take to exit, and so to free its GPUs."""
 _GPU = "clusterddp-gpu"
-_LINE = "clusterddp-line"
 _MAX_NAME = 107
 """Bytes of an abstract name: sun_path has 108, the first of them is 0."""
-_PLACE = re.compile("[0-9]{1,9}")
-"""A number in the line; a longer one is not ours, and would leave no number after it."""
 _NAMES = Path("/proc/net/unix")
-_MAX_DESCRIPTORS = 253
-"""How many descriptors the kernel passes in one message."""
 _NO_HOLDER = frozenset({"nvidia-cuda-mps"})
 """Processes, by their names in the kernel, that compute for other processes, which are listed themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """The run that holds a lease or a place in the line; unverified, since any user can bind any name."""
+    """The run that holds a lease; unverified, since any user can bind any name."""
 
     run: str
     """Empty: the second socket is not bound yet."""
@@ -54,7 +46,7 @@ class Holder:
 
 
 class Lease:
-    """Leases, or a place in the line; they end when all processes that have the descriptors have closed them."""
+    """Leases; they end when all processes that have the descriptors have closed them."""
 
     def __init__(self, sockets: Sequence[socket.socket]) -> None:
         self._sockets = list(sockets)
@@ -71,37 +63,6 @@ class Lease:
         self._sockets.clear()
 
 
-class Line:
-    """The line of the runs of all users that wait for GPUs of this host: first come, first served."""
-
-    def __init__(self, run: str) -> None:
-        self.run = run
-        self._place: Lease | None = None
-        self._number = 0
-
-    def ahead(self) -> list[Holder]:
-        """Take a place in the line, unless this run has one, and return the runs before it in order."""
-        if self._place is None:
-            self._number = max(self._numbers(), default=0)
-            while self._place is None:
-                self._number += 1
-                self._place = _bind_all(_LINE, [str(self._number)], self.run)
-        places = self._numbers()
-        ours = Holder(run=self.run, uid=os.getuid())
-        # A run that reaches one machine by two names has two places; the first one counts for both.
-        first = min([self._number, *(number for number, holder in places.items() if holder == ours)])
-        return [places[number] for number in sorted(places) if number < first]
-
-    def close(self) -> None:
-        """Leave the line."""
-        if self._place is not None:
-            self._place.close()
-            self._place = None
-
-    def _numbers(self) -> dict[int, Holder]:
-        return {int(key): holder for key, holder in _read_marks(_LINE).items() if _PLACE.fullmatch(key)}
-
-
 def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease | None:
     """Take the leases of all these GPUs (as CUDA_VISIBLE_DEVICES names them) for a run; None: one of them is leased.
 
@@ -109,36 +70,24 @@ def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease |
     """
     if sys.platform != "linux":
         return Lease(())
-    return _bind_all(_GPU, [device for gpu in gpus for device in devices_of(gpu, listed)], run)
-
-
-def pack_leases(leases: Mapping[int, Lease]) -> socket.socket:
-    """Return a socket for another process that holds leases by node rank, as a message that nobody has read.
-
-    It keeps them: they end when all processes have closed it.
-    """
-    contents = [(node_rank, len(lease.descriptors)) for node_rank, lease in leases.items()]
-    descriptors = [descriptor for lease in leases.values() for descriptor in lease.descriptors]
-    sender, receiver = socket.socketpair()
-    with sender:
-        socket.send_fds(sender, [json.dumps(contents).encode()], descriptors)
-    return receiver
-
-
-def receive_leases(descriptor: int) -> dict[int, tuple[int, ...]]:
-    """Receive what `pack_leases` returned, through the descriptor that it became: node rank -> descriptors.
-
-    Raises: OSError, ValueError: it holds no leases.
-    """
-    with socket.socket(fileno=os.dup(descriptor)) as receiver:
-        message, descriptors, _, _ = socket.recv_fds(receiver, 1 << 16, _MAX_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC)
-    held = iter(descriptors)
-    return {node: tuple(next(held) for _ in range(count)) for node, count in json.loads(message)}
+    mark = f"{os.getuid()}/{re.sub('[^0-9A-Za-z_.-]', '_', run)}"
+    devices = dict.fromkeys(_key(device) for gpu in gpus for device in devices_of(gpu, listed))
+    sockets: list[socket.socket] = []
+    try:
+        for name in (name for key in devices for name in (f"{_GPU}/{key}", f"{_GPU}/{key}/{mark}")):
+            sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+            sockets[-1].bind(b"\0" + name.encode()[:_MAX_NAME])
+    except OSError as error:
+        Lease(sockets).close()
+        if error.errno == errno.EADDRINUSE:
+            return None
+        raise
+    return Lease(sockets)
 
 
 def read_leases(gpus: Iterable[str], listed: Sequence[Gpu]) -> dict[str, Holder]:
     """Return which of these GPUs are leased, and by which run."""
-    leased = _read_marks(_GPU)
+    leased = _read_marks()
     held = {gpu: [leased[key] for device in devices_of(gpu, listed) if (key := _key(device)) in leased] for gpu in gpus}
     return {gpu: holders[0] for gpu, holders in held.items() if holders}
 
@@ -200,25 +149,8 @@ def user_name(uid: int) -> str:
         return f"uid {uid}"
 
 
-def _bind_all(kind: str, keys: Iterable[str], run: str) -> Lease | None:
-    """Bind both names of every key, or none of them; None: one is taken."""
-    mark = f"{os.getuid()}/{re.sub('[^0-9A-Za-z_.-]', '_', run)}"
-    sockets: list[socket.socket] = []
-    try:
-        for key in dict.fromkeys(map(_key, keys)):
-            for name in (f"{kind}/{key}", f"{kind}/{key}/{mark}"):
-                sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                sockets[-1].bind(b"\0" + name.encode()[:_MAX_NAME])
-    except OSError as error:
-        Lease(sockets).close()
-        if error.errno == errno.EADDRINUSE:
-            return None
-        raise
-    return Lease(sockets)
-
-
-def _read_marks(kind: str) -> dict[str, Holder]:
-    """Read which keys are taken, and by which run; none if the kernel does not list sockets."""
+def _read_marks() -> dict[str, Holder]:
+    """Read which devices are taken, and by which run; none if the kernel does not list sockets."""
     marks: dict[str, Holder] = {}
     try:
         lines = _NAMES.read_text(encoding="ascii", errors="replace").splitlines()
@@ -227,7 +159,7 @@ def _read_marks(kind: str) -> dict[str, Holder]:
     for line in lines:
         # Any user may bind any name, also one with line ends or invalid numbers.
         *_, name = line.split(maxsplit=7) or [""]
-        if mark := re.fullmatch(rf"@{kind}/([^/]+)(?:/([0-9]{{1,10}})/([^/]+))?", name):
+        if mark := re.fullmatch(rf"@{_GPU}/([^/]+)(?:/([0-9]{{1,10}})/([^/]+))?", name):
             if mark[3]:
                 marks[mark[1]] = Holder(run=mark[3], uid=int(mark[2]))
             else:

@@ -199,7 +199,7 @@ def _ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
     parts = " and ".join([*(["the code"] if with_code else []), *data])
     facts = [("sends", f"{parts} to each host, without what is there already" if parts else "nothing")]
     if any(node.gpus for node in ssh.hosts):
-        facts.append(("busy GPUs", "the run waits for them" if ssh.when_busy == "wait" else "the run is refused"))
+        facts.append(("busy GPUs", "the run is refused"))
     if ssh.attached:
         facts.append(("attached", "the run ends with the process that submits it"))
     return facts

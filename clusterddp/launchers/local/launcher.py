@@ -7,7 +7,6 @@ decides it, so a run on a slow machine is never taken for lost.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import socket
@@ -19,10 +18,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.local.leases import lease_gpus
+from clusterddp.launchers.local.task import GPUS_TAKEN
 from clusterddp.planning.command_lines import EXEC_MODULE, local_task_command
 from clusterddp.planning.environment import process_environment
-from clusterddp.planning.local import assign_gpus, place_here
+from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
+from clusterddp.planning.plan import move_plan, plan_json, read_plan
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
@@ -31,13 +31,15 @@ from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, Start, read_run, read_start
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.view import RunState, RunView
-from clusterddp.system.files import read_tail
+from clusterddp.system.files import read_tail, write_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.results.sync import Synchroniser
     from clusterddp.slurm.queue import Slurm
 
+_TRIES = 5
+"""How often another run may take a GPU between our look and our lease."""
 START_TIMEOUT_S = 60.0
 CLEAR_TIMEOUT_S = 5.0
 _START_GRACE_S = 3.0
@@ -65,11 +67,17 @@ class LocalLauncher:
         """
         token = read_run(run).token
         log = run.launcher_dir / "task.log"
-        leases = lease_gpus(run, self._environ)
+        environment = process_environment(cookie(token, "task"), self._environ)
         try:
-            with leases or contextlib.nullcontext():
-                environment = process_environment(cookie(token, "task"), self._environ)
-                exit_code = _start_task(run, attempt, environment, log, leases)
+            exit_code = _start_task(run, attempt, environment, log)
+            for _ in range(_TRIES):
+                if exit_code != GPUS_TAKEN:
+                    break
+                plan = read_plan(run)  # another run took a GPU since it was planned
+                write_json(run.plan, plan_json(move_plan(self.renew(plan), run.path)))
+                exit_code = _start_task(run, attempt, environment, log)
+            if exit_code == GPUS_TAKEN:
+                raise GpusInUseError(f"{run.name}: other runs took its GPUs {_TRIES} times before it could lease them")
             job_id = read_run(run).job_id
             if exit_code != 0 or job_id is None:
                 last_line = read_tail(log).rpartition("\n")[2].strip()  # the last line of a traceback is its message
@@ -157,15 +165,12 @@ def _end_processes(run: RunDir, record: RunRecord, timeout_s: float) -> None:
         raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
 
 
-def _start_task(run: RunDir, attempt: int, environment: dict[str, str], log: Path, leases: socket.socket | None) -> int:
-    """Start the process that forks the task; return its exit code.
-
-    The task inherits its standard input, and with it the leases.
-    """
+def _start_task(run: RunDir, attempt: int, environment: dict[str, str], log: Path) -> int:
+    """Start the process that leases the GPUs and forks the task; return its exit code."""
     with open(log, "ab", opener=_private) as output:
         process = subprocess.Popen(
             local_task_command(run.path, attempt),
-            stdin=leases.fileno() if leases else subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
             # This directory has no file of the user's that could shadow one of Python's modules.

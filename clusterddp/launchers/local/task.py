@@ -1,8 +1,8 @@
 """The task of a local run: `python -m clusterddp.launchers.local.task RUN_DIR ATTEMPT` goes on in the background.
 
-It records itself as the run's job and keeper, starts one supervisor for each node and waits until all have exited. The
-supervisors do the work and exit when the task does. The task records the end when all supervisors and guards were
-killed.
+It leases the run's GPUs, records itself as the run's job and keeper, starts one supervisor for each node and waits
+until all have exited. The supervisors do the work and exit when the task does. The task records the end when all
+supervisors and guards were killed.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -27,10 +28,13 @@ from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, los
 from clusterddp.run.record import ProcessIdentity, log_event, read_gang, read_run, write_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
+from clusterddp.system.devices import list_gpus
 from clusterddp.system.files import read_tail
-from clusterddp.system.gpu_lease import receive_leases
+from clusterddp.system.gpu_lease import Lease, take_leases
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
+GPUS_TAKEN = 75
+"""The exit code when another run has a GPU of this one; nothing has begun."""
 _END_TIMEOUT_S = 2.5
 """How long a guard may take to record the end after all supervisors have exited: it cleans up first."""
 
@@ -43,15 +47,23 @@ class _Supervisor:
 
 
 def main() -> None:
-    """Fork the task, record it and exit; the task begins when its record is written, and not otherwise."""
+    """Lease the GPUs, fork the task, record it and exit; the task begins when its record is written, not otherwise."""
     run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+    gang = read_gang(run)
+    listed = list_gpus(inherited_environment()) if any(node.gpus for node in gang.nodes) else ()
+    leases: dict[int, Lease] = {}
+    for node in gang.nodes:
+        lease = take_leases(node.gpus, run.name, listed)
+        if lease is None:
+            sys.exit(GPUS_TAKEN)
+        leases[node.node_rank] = lease
     waiting, recorded = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(recorded)
         if os.read(waiting, 1):
             os.close(waiting)
-            _run_attempts(run, attempt)
+            _run_attempts(run, gang, attempt, leases)
         return
     keeper = dataclasses.asdict(ProcessIdentity.of(pid))
     write_run(run, dataclasses.replace(read_run(run), job_id=str(pid), keeper=keeper))
@@ -59,25 +71,24 @@ def main() -> None:
     os.write(recorded, b".")
 
 
-def _run_attempts(run: RunDir, attempt: int) -> None:
+def _run_attempts(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -> None:
     """Run all attempts from this one to the last."""
-    gang = read_gang(run)
     _stop_on_signal(run)
     if final_end(run) is not None:
         pass  # the submit was interrupted, which ended the run
     elif run.cancel_file.exists():
         end_run(run, cancelled("cancelled before it was started"))
     else:
-        _carry(run, gang, attempt)
+        _carry(run, gang, attempt, leases)
 
 
-def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
+def _carry(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -> None:
     set_storage_timeout(gang.host_silence_s)
     supervisors: list[_Supervisor] = []
     ended: list[_Supervisor] = []
     error_text = None
     try:
-        error_text = _start_supervisors(run, gang, attempt, supervisors)
+        error_text = _start_supervisors(run, gang, attempt, leases, supervisors)
         if error_text is None:
             _wait_for(supervisors, ended)
     except Exception as error:
@@ -96,11 +107,12 @@ def _carry(run: RunDir, gang: Gang, attempt: int) -> None:
             end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, error_text))
 
 
-def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[_Supervisor]) -> str | None:
+def _start_supervisors(
+    run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease], supervisors: list[_Supervisor]
+) -> str | None:
     """Start the head, read its address, start the others; return an error message, or None."""
     link: Link | None = None
     environment = inherited_environment()
-    holds = receive_leases(sys.stdin.fileno()) if any(node.gpus for node in gang.nodes) else {}
     for node in gang.nodes:
         order = SupervisorOrder(
             run_dir=run.path,
@@ -109,7 +121,7 @@ def _start_supervisors(run: RunDir, gang: Gang, attempt: int, supervisors: list[
             attempt=attempt,
             link=link,
             parent_bound=True,
-            hold=holds.get(node.node_rank, ()),
+            hold=leases[node.node_rank].descriptors,
         )
         try:
             process = start_supervisor(order, environment, answers=order.is_head)

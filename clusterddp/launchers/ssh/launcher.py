@@ -157,6 +157,8 @@ class SshLauncher:
 def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], report: Report) -> str:
     preflight(sessions.plan, sessions)
     assert sessions.plan.ssh is not None
+    counts = {node.node_rank: node.gpus for node in sessions.plan.ssh.hosts}
+    grants = lease_gpus(sessions.by_node, counts, run=sessions.plan.run)
     code = run.code.resolve() if run.code.is_symlink() else None
     uploaded = upload_run(
         sessions.by_host,
@@ -164,7 +166,7 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
         send=[(each.source, each.target) for each in sessions.plan.ssh.send],
         watch=_UploadReport(report),
     )
-    plan, grants = _choose_resources(sessions, report)
+    plan = _settle_nodes(sessions, grants)
     for note in (*uploaded.notes, *plan.notes[len(sessions.plan.notes) :]):
         report(f"note: {note}")
     write_json(run.plan, plan_json(plan))
@@ -231,12 +233,9 @@ def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
     sessions.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
 
 
-def _choose_resources(sessions: HostSessions, report: Report) -> tuple[Plan, dict[int, Grant]]:
-    """Lease GPUs and choose interfaces and addresses on the hosts; return the plan with them."""
+def _settle_nodes(sessions: HostSessions, grants: Mapping[int, Grant]) -> Plan:
+    """Choose interfaces and addresses on the hosts; return the plan with them, and with the leased GPUs."""
     plan = sessions.plan
-    assert plan.ssh is not None
-    counts = {node.node_rank: node.gpus for node in plan.ssh.hosts}
-    grants = lease_gpus(sessions.by_node, counts, run=plan.run, when_busy=plan.ssh.when_busy, report=report)
     settled = settle_network(plan.gang, sessions.by_host)
     nodes = []
     for node in plan.gang.nodes:
@@ -244,7 +243,7 @@ def _choose_resources(sessions: HostSessions, report: Report) -> tuple[Plan, dic
         gpus = grants[node.node_rank].gpus
         nodes.append(dataclasses.replace(node, gpus=gpus, interface=interface, address=address, why=why))
     gang = dataclasses.replace(plan.gang, nodes=tuple(nodes), master_addr=settled.master_addr)
-    return dataclasses.replace(plan, gang=gang, notes=(*plan.notes, *settled.notes)), grants
+    return dataclasses.replace(plan, gang=gang, notes=(*plan.notes, *settled.notes))
 
 
 def _prepare(

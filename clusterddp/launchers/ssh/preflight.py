@@ -97,7 +97,6 @@ def needs_of(plan: Plan) -> dict[str, Needs]:
             nccl=plan.gang.backend == "nccl",
             download=bool(train.get("download", True)),
             sent_bytes=sum(send.bytes for send in plan.ssh.send),
-            waits=plan.ssh.when_busy == "wait",
         )
         for host, count in counts.items()
     }

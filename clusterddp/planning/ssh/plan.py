@@ -7,7 +7,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
 from clusterddp.wire import build
@@ -66,7 +66,6 @@ class SshPlan:
     send: tuple[Send, ...] = ()
     fetch: tuple[str, ...] = ()
     """Which of logs, metrics and checkpoints are downloaded at the end."""
-    when_busy: Literal["refuse", "wait"] = "refuse"
     attached: bool = False
     """True: the run ends with the process that started it."""
     home: str | None = None
@@ -101,7 +100,6 @@ def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:
         root=job.ssh.dir,
         send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
         fetch=tuple(job.ssh.fetch),
-        when_busy=job.ssh.when_busy,
     )
 
 

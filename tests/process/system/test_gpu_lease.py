@@ -23,7 +23,7 @@ from clusterddp.run.view import RunState
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import resume, submit, wait
 from clusterddp.system.devices import list_gpus
-from clusterddp.system.gpu_lease import Lease, Line, busy_gpus, read_leases, spell_busy, take_leases
+from clusterddp.system.gpu_lease import Lease, busy_gpus, read_leases, spell_busy, take_leases
 from tests.support.fake_gpus import FakeGpus
 from tests.support.gang_runs import GangRun, make_gang, started
 from tests.support.launch_runs import HELLO, SLEEP, plan_script, processes_of, read_plan, wait_for_ranks
@@ -181,38 +181,6 @@ def test_unlike_gpus_are_named_by_uuid_for_cuda_counts_them_otherwise(tmp_path: 
 def test_users_of_gpus_are_spelled_once_each() -> None:
     users = {"0": "run a", "1": "pid 3 of ana", "2": "run a"}
     assert spell_busy(users) == "GPUs 0 and 2: run a; GPU 1: pid 3 of ana"
-
-
-def test_the_line_is_first_come_first_served(line_of: list[Line]) -> None:
-    first, second, third = line_of
-    assert [each.ahead() == [] for each in line_of] == [True, False, False]
-    assert [str(each) for each in third.ahead()] == [f"run {first.run}", f"run {second.run}"]
-
-
-def test_who_leaves_the_line_is_not_waited_for(line_of: list[Line]) -> None:
-    first, second, third = line_of
-    for line in line_of:
-        line.ahead()
-    first.close()
-    assert second.ahead() == []
-    assert [str(each) for each in third.ahead()] == [f"run {second.run}"]
-
-
-def test_a_run_that_stands_in_line_twice_waits_for_no_run_behind_its_first_place(line_of: list[Line]) -> None:
-    first, second, _ = line_of
-    first.ahead()
-    second.ahead()
-    again = Line(first.run)
-    assert again.ahead() == []
-    again.close()
-
-
-@pytest.fixture
-def line_of() -> Iterator[list[Line]]:
-    lines = [Line(f"{name}-{os.getpid()}") for name in ("brisk-otter", "shy-lynx", "calm-wren")]
-    yield lines
-    for line in lines:
-        line.close()
 
 
 def test_supervisor_and_guard_hold_the_leases_of_their_node_and_no_rank_does(gang: GangRun, gpus: FakeGpus) -> None:
@@ -393,8 +361,6 @@ def _user() -> str:
     [
         b"x\n\ny",
         b"\n",
-        b"clusterddp-line/" + b"9" * 91,
-        b"clusterddp-line/999999999/" + b"9" * 81,
         b"clusterddp-gpu/GPU-none/4294967295/x",
         b"clusterddp-gpu/GPU-none/" + b"9" * 80 + b"/x",
         b"clusterddp-gpu/\xff\xfe",
@@ -402,10 +368,8 @@ def _user() -> str:
     ],
     ids=repr,
 )
-def test_no_name_that_a_stranger_binds_stops_a_submit(gpus: FakeGpus, name: bytes, line_of: list[Line]) -> None:
+def test_no_name_that_a_stranger_binds_stops_a_submit(gpus: FakeGpus, name: bytes) -> None:
     with socket.socket(socket.AF_UNIX) as stranger:
         stranger.bind(b"\0" + name)
         assert busy(gpus) == {}
         read_leases(["GPU-none"], list_gpus(gpus.environ))
-        line_of[0].ahead()
-        assert f"run {line_of[0].run}" in [str(each) for each in line_of[1].ahead()]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import select
 import signal
 import subprocess
 import sys
@@ -40,8 +39,7 @@ say(pid=os.getpid())
 nodes = dict(enumerate(sessions[name] for name in names))
 try:
     counts = dict(enumerate(order["gpus"].values()))
-    report = lambda text: say(waits=text)
-    grants = lease_gpus(nodes, counts, run=order["run"], when_busy=order["when_busy"], report=report)
+    grants = lease_gpus(nodes, counts, run=order["run"])
     say(gpus=[grant.gpus for grant in grants.values()])
     sys.stdin.read()
 except PreflightError as error:
@@ -62,13 +60,8 @@ class Launchers:
         self.pids: dict[int, int] = {}
         """The pid on the head of each launcher, by the pid of what entered the head."""
 
-    def start(self, run: str, gpus: dict[str, int], *, wait: bool = False) -> subprocess.Popen[bytes]:
-        order = {
-            "run": run,
-            "gpus": gpus,
-            "when_busy": "wait" if wait else "refuse",
-            "venv": str(self.gpus.place.parent),
-        }
+    def start(self, run: str, gpus: dict[str, int]) -> subprocess.Popen[bytes]:
+        order = {"run": run, "gpus": gpus, "venv": str(self.gpus.place.parent)}
         argv = self.person.rack.argv(
             HEAD, [sys.executable, "-c", LAUNCHER, json.dumps(order)], env=self.person.variables()
         )
@@ -87,18 +80,6 @@ class Launchers:
     def lease(self, run: str, gpus: dict[str, int]) -> tuple[subprocess.Popen[bytes], dict[str, Any]]:
         launcher = self.start(run, gpus)
         return launcher, self.says(launcher)
-
-    def serve(self, waiting: list[subprocess.Popen[bytes]]) -> list[list[list[str]]]:
-        """Let each go as soon as it has its GPUs; return what each was given, in the order in which they got them."""
-        served, left = [], list(waiting)
-        while left:
-            wait_until(lambda: bool(_readable(left)), 60)
-            for launcher in _readable(left):
-                if "gpus" in (said := self.says(launcher)):
-                    served.append(said["gpus"])
-                    left.remove(launcher)
-                    self.let_go(launcher)
-        return served
 
     def let_go(self, launcher: subprocess.Popen[bytes]) -> None:
         launcher.stdin.close()
@@ -126,7 +107,7 @@ def test_two_runs_get_different_gpus_and_a_third_is_refused(launchers: Launchers
     assert (first, second) == ({"gpus": [["0"]]}, {"gpus": [["1"]]})
     assert third == {
         "refused": "calm-wren-2: GPUs are in use\nnode1: GPU 0: run brisk-otter-3; GPU 1: run shy-lynx-1",
-        "hint": "ssh.when_busy=wait waits in line for them",
+        "hint": "submit it when they are free",
     }
 
 
@@ -143,11 +124,6 @@ def test_a_run_that_is_refused_holds_nothing(launchers: Launchers) -> None:
     launchers.lease("brisk-otter-3", {"node2": 1})
     launchers.lease("shy-lynx-1", {"node1": 2, "node2": 2})
     assert launchers.lease("calm-wren-2", {"node1": 2})[1] == {"gpus": [["0", "1"]]}
-
-
-def test_more_gpus_than_a_host_has_are_refused(launchers: Launchers) -> None:
-    _, said = launchers.lease("brisk-otter-3", {"node1": 3})
-    assert said["refused"] == "brisk-otter-3: too few GPUs\nnode1: 3 are asked for, and it has 2"
 
 
 def test_two_nodes_on_one_host_get_different_gpus(launchers: Launchers) -> None:
@@ -168,59 +144,12 @@ def test_the_leases_of_a_killed_launcher_are_free(launchers: Launchers) -> None:
     assert launchers.lease("shy-lynx-1", {"node1": 2})[1] == {"gpus": [["0", "1"]]}
 
 
-def test_a_run_that_waits_says_for_whom_and_is_next(launchers: Launchers) -> None:
-    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
-    second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
-    assert launchers.says(second) == {"waits": "waiting for 2 GPUs of node1: GPUs 0 and 1: run brisk-otter-3"}
-    launchers.let_go(first)
-    assert launchers.says(second) == {"gpus": [["0", "1"]]}
-
-
-def test_who_came_first_is_served_first_even_when_the_next_one_needs_less(launchers: Launchers) -> None:
-    first, _ = launchers.lease("brisk-otter-3", {"node1": 1})
-    second = launchers.start("shy-lynx-1", {"node1": 2}, wait=True)
-    launchers.says(second)
-    third = launchers.start("calm-wren-2", {"node1": 1}, wait=True)
-    assert launchers.says(third) == {"waits": "waiting for 1 GPU of node1, in line after run shy-lynx-1"}
-    launchers.let_go(first)
-    assert launchers.says(second) == {"gpus": [["0", "1"]]}
-    launchers.let_go(second)
-    while "waits" in (said := launchers.says(third)):
-        pass
-    assert len(said["gpus"][0]) == 1
-
-
-def test_who_is_killed_in_line_is_not_waited_for(launchers: Launchers) -> None:
-    first, _ = launchers.lease("brisk-otter-3", {"node1": 2})
-    second, third = (launchers.start(run, {"node1": 2}, wait=True) for run in ("shy-lynx-1", "calm-wren-2"))
-    launchers.says(second)
-    launchers.says(third)
-    launchers.kill(second)
-    launchers.let_go(first)
-    while "waits" in (said := launchers.says(third)):
-        pass
-    assert said == {"gpus": [["0", "1"]]}
-
-
 def test_a_host_with_two_names_is_one_machine(launchers: Launchers) -> None:
     launchers.person.configure("Host box\n  HostName node1\n  HostKeyAlias node1\n")
     first, said = launchers.lease("brisk-otter-3", {"node1": 1, "box": 1})
-    assert said == {"gpus": [["0"], ["1"]]}
-    waiting = [launchers.start(run, {"box": 1, "node1": 1}, wait=True) for run in ("shy-lynx-1", "calm-wren-2")]
+    assert sorted(said["gpus"]) == [["0"], ["1"]]
     launchers.let_go(first)
-    served = launchers.serve(waiting)
-    assert [sorted(gpu for gpus in each for gpu in gpus) for each in served] == [["0", "1"]] * 2
-
-
-def test_runs_that_want_the_same_hosts_in_another_order_do_not_wait_for_each_other(launchers: Launchers) -> None:
-    orders = [{"node1": 2, "node2": 2}, {"node2": 2, "node1": 2}]
-    waiting = [launchers.start(f"run-{number}", orders[number % 2], wait=True) for number in range(4)]
-    assert len(launchers.serve(waiting)) == 4
-
-
-def _readable(launchers: list[subprocess.Popen[bytes]]) -> list[subprocess.Popen[bytes]]:
-    streams, _, _ = select.select([launcher.stdout for launcher in launchers], [], [], 0)
-    return [launcher for launcher in launchers if launcher.stdout in streams]
+    assert len(launchers.lease("shy-lynx-1", {"box": 1, "node1": 1})[1]["gpus"]) == 2
 
 
 SPEC = """
@@ -228,7 +157,7 @@ name: lan
 launcher: ssh
 network: {backend: gloo}
 resources: {gpus_per_node: 1}
-ssh: {hosts: [node1, node2], python: ~/claims-cuda/bin/python, when_busy: WHEN}
+ssh: {hosts: [node1, node2], python: ~/claims-cuda/bin/python}
 entry: {script: sleep.py}
 """
 
@@ -244,8 +173,7 @@ def place(ssh_place: SshPlace) -> Iterator[SshPlace]:
 
 
 def test_a_detached_run_keeps_its_gpus_and_another_submit_is_refused_with_its_name(place: SshPlace) -> None:
-    spec = SPEC.replace("WHEN", "refuse")
-    first = place.submit(spec)
+    first = place.submit(SPEC)
     stdout = place.host_run_dir("node2", first).attempt(0).stdout(1)
     wait_until(lambda: stdout.exists() and stdout.read_text() == "0\n", 40)
     refused = place.clusterddp("submit", "job.yaml", check=False)
@@ -254,22 +182,10 @@ def test_a_detached_run_keeps_its_gpus_and_another_submit_is_refused_with_its_na
     assert f"node2: GPU 0: run {first.name}" in refused.stderr
 
 
-def test_a_run_in_line_starts_when_the_one_before_it_has_ended(place: SshPlace) -> None:
-    first = place.submit(SPEC.replace("WHEN", "refuse"))
-    (place.path / "job.yaml").write_text(SPEC.replace("WHEN", "wait"))
-    waiting = place.start("submit", "job.yaml")
-    wait_until(lambda: f"GPU 0: run {first.name}" in waiting.stderr.readline(), 60)
-    place.clusterddp("cancel", first.name)
-    _, said = waiting.communicate(timeout=240)
-    assert (waiting.returncode, place.run_dir().name != first.name) == (0, True), said
-    place.await_state("RUNNING")
-
-
 def test_the_gpus_of_a_run_whose_every_process_was_killed_are_free(place: SshPlace) -> None:
-    spec = SPEC.replace("WHEN", "refuse")
-    first = place.submit(spec)
+    first = place.submit(SPEC)
     for process in place.all_processes():
         with contextlib.suppress(ProcessLookupError):  # it dies with one that was killed before it
             os.kill(process.pid, signal.SIGKILL)
     place.await_gone()
-    assert place.submit(spec).name != first.name
+    assert place.submit(SPEC).name != first.name

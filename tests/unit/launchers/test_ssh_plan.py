@@ -104,9 +104,9 @@ def test_all_that_the_section_says_is_in_the_plan(tmp_path: Path) -> None:
     (tmp_path / "data").mkdir()
     (tmp_path / "data" / "one").write_bytes(b"12345")
     key = "SHA256:" + "a" * 43
-    text = f"ssh: {{hosts: [{{host: a, host_key: '{key}'}}], dir: /scratch/ana, fetch: [logs], when_busy: wait, send: "
+    text = f"ssh: {{hosts: [{{host: a, host_key: '{key}'}}], dir: /scratch/ana, fetch: [logs], send: "
     ssh = ssh_of(text + "{data: ~/data, data/one: ~/one}}", tmp_path)
-    assert (ssh.root, ssh.fetch, ssh.when_busy, ssh.attached) == ("/scratch/ana", ("logs",), "wait", False)
+    assert (ssh.root, ssh.fetch, ssh.attached) == ("/scratch/ana", ("logs",), False)
     assert ssh.hosts[0].host_key == key
     assert [(send.source, send.target, send.files, send.bytes) for send in ssh.send] == [
         (f"{tmp_path}/data", "~/data", 1, 5),

@@ -9,6 +9,7 @@ from clusterddp.spec.load import load_spec
 
 KEYS = [
     ("start: torchrun", "start", "owns_ranks: true"),
+    ("ssh: {when_busy: wait}", "ssh.when_busy", "as a sweep"),
     ("notify: {mail: ada, shell: true}", "notify.shell", "[sh, -c"),
 ]
 """A line of a spec, the key in it, and words of the hint."""

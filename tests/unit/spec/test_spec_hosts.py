@@ -126,7 +126,6 @@ def test_only_the_first_hosts_get_a_share_when_there_are_more_than_nodes() -> No
         ("ssh: {hosts: [a], send: {b: ~/d, c: ~/d/e}}", "ssh.send.c", "is or holds another's place"),
         ("ssh: {hosts: [a], fetch: [weights]}", "ssh.fetch.0", "expected logs, metrics or checkpoints"),
         ("ssh: {hosts: [a], fetch: logs}", "ssh.fetch", "expected all, none, or a list"),
-        ("ssh: {hosts: [a], when_busy: queue}", "ssh.when_busy", "expected refuse or wait"),
         ("ssh: {hosts: [{host: a, host_key: 'SHA256:x'}]}", "ssh.hosts.0.host_key", "43 characters"),
         ("ssh: {hosts: [{host: a, gpus: 0}, b]}\nresources: {gpus_per_node: 2}", "ssh.hosts", "a has no GPUs"),
         ('ssh: {hosts: ["n[1-600]"]}\nresources: {gpus_per_node: 120}', "ssh.hosts", "72000 ranks"),

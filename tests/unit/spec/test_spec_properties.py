@@ -117,7 +117,6 @@ specs = st.builds(
                 dir=st.sampled_from(["~/.clusterddp", "/scratch/me/my runs"]),
                 send=st.dictionaries(lines, st.just("~/data"), max_size=1),
                 fetch=st.lists(st.sampled_from(["logs", "metrics", "checkpoints"]), unique=True),
-                when_busy=st.sampled_from(["refuse", "wait"]),
             ),
         },
     ),

@@ -52,7 +52,7 @@ def test_every_property_has_a_default_unless_it_is_required_or_a_section() -> No
         {"slurm": {"partition": "gpu", "exclusive": True, "nice": 10}},
         {"ssh": {"hosts": ["a", "gpu[01-02]", {"host": "b", "gpus": 2}]}, "launcher": "ssh"},
         {"ssh": {"hosts": [{"host": "b", "slots": 2, "venv": "~/v", "modules": ["cuda/12"]}], "fetch": "all"}},
-        {"ssh": {"dir": "/scratch/me", "send": {"data": "~/data"}, "fetch": ["logs"], "when_busy": "wait"}},
+        {"ssh": {"dir": "/scratch/me", "send": {"data": "~/data"}, "fetch": ["logs"]}},
         {"network": {"master_port": 29500}},
         {"network": {"master_port": "auto", "interface": "eth0"}},
     ],
