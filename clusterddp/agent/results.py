@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-import json
 import os
 import stat
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +26,33 @@ _FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
 def list_files(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """List the live processes of runs, and their files: path -> [size, time of the last change in ns].
 
-    `runs`: [{"name", "token", "seen": the `sum` of the files that were listed before}].
-    `files` is null when they have not changed since.
+    `files` is null when they are those of the last list on this connection.
     """
-    asked = {each["name"]: each for each in request["runs"]}
+    asked = {each["name"]: each["token"] for each in request["runs"]}
     # Processes are listed first: the last one that exits has written its files before.
-    cookies = {read_cookie(process) for process in find_processes(*(f"{each['token']}." for each in asked.values()))}
-    return {"runs": {name: _look(RunDir(host.run_dir(name)), each, cookies) for name, each in asked.items()}}
+    cookies = {read_cookie(process) for process in find_processes(*(f"{token}." for token in asked.values()))}
+    answers = {}
+    for name, token in asked.items():
+        run = RunDir(host.run_dir(name))
+        roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{token}.")}
+        files = dict(_files_of(run.path))
+        end_attempt, end = _newest_end(run, token)
+        answers[name] = {
+            "boot": boot_id(),
+            "alive": sorted(role for role in roles if role),
+            "has_run": run.path.is_dir(),
+            "end_attempt": end_attempt,
+            "end": end,
+            "files": None if host.listed.get(name) == files else files,
+        }
+        host.listed[name] = files
+    return {"runs": answers}
 
 
 def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
-    """Send pieces of files of the run `name`.
+    """Send pieces of files of the run `name`: of each of `parts` at most `limit` bytes from `offset` on.
 
-    `parts`: [{"path", "offset", "limit", "like": [[offset, length, sha256], ...]}]; a piece is sent only of
-    a file whose parts have these sums. The answer on each part: `length` sent, `size` and `mtime_ns` of the file,
-    `fits`; and `gone` when it cannot be read.
+    The answer on each part: `length` sent, `size` and `mtime_ns` of the file; and `gone` when it cannot be read.
     """
     run = RunDir(host.run_dir(request["name"]))
     answers, pieces, left = [], [], MAX_REPLY_BYTES
@@ -55,23 +65,6 @@ def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
 
 
 OPERATIONS: dict[str, Operation] = {"results.list": list_files, "results.read": read}
-
-
-def _look(run: RunDir, each: dict[str, Any], cookies: Collection[str]) -> dict[str, Any]:
-    """Look at a run; `cookies`: those of the live processes."""
-    roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{each['token']}.")}
-    files = dict(_files_of(run.path))
-    total = hashlib.sha256(json.dumps(files, sort_keys=True).encode()).hexdigest()
-    end_attempt, end = _newest_end(run, each["token"])
-    return {
-        "boot": boot_id(),
-        "alive": sorted(role for role in roles if role),
-        "has_run": run.path.is_dir(),
-        "end_attempt": end_attempt,
-        "end": end,
-        "sum": total,
-        "files": None if total == each.get("seen") else files,
-    }
 
 
 def _newest_end(run: RunDir, token: str) -> tuple[int | None, dict[str, Any] | None]:
@@ -111,16 +104,11 @@ def _read_part(run: RunDir, part: dict[str, Any], left: int) -> tuple[dict[str, 
     try:
         descriptor = os.open(run.path / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
-        return {"gone": True, "length": 0, "size": 0, "mtime_ns": 0, "fits": False}, b""
+        return {"gone": True, "length": 0, "size": 0, "mtime_ns": 0}, b""
     try:
         found = os.fstat(descriptor)
-        fits = all(_is_like(descriptor, *span) for span in part.get("like", ()))
-        data = os.pread(descriptor, min(int(part["limit"]), left), int(part["offset"])) if fits and left > 0 else b""
+        data = os.pread(descriptor, min(part["limit"], left), part["offset"]) if left > 0 else b""
     finally:
         os.close(descriptor)
-    facts = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns, "fits": fits}
+    facts = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
     return facts, data
-
-
-def _is_like(descriptor: int, offset: int, length: int, sha256: str) -> bool:
-    return hashlib.sha256(os.pread(descriptor, length, offset)).hexdigest() == sha256

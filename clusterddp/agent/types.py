@@ -33,6 +33,8 @@ class Host:
     patience_s: int
     """How long the agent waits for a request before it takes its launcher for dead, and ends."""
     held: list[Closeable] = field(default_factory=list)
+    listed: dict[str, Any] = field(default_factory=dict)
+    """The last list of files of each run that was sent."""
 
     def hold(self, thing: _Held) -> _Held:
         """Keep something until the agent ends; ending closes it, whatever ends the agent."""
@@ -116,27 +118,19 @@ class Reply:
 Operation = Callable[[Host, dict[str, Any], Body], "dict[str, Any] | Reply"]
 
 
-class _Run(TypedDict):
+class RunHere(TypedDict):
+    """A run on this host."""
+
     name: str
     token: str
 
 
-class Seen(_Run, total=False):
-    """A run, and the `sum` of the files that were listed of it before (results.py)."""
+class Part(TypedDict):
+    """A piece of a file (results.py)."""
 
-    seen: str
-
-
-class _Piece(TypedDict):
     path: str
     offset: int
     limit: int
-
-
-class Part(_Piece, total=False):
-    """A piece of a file (results.py)."""
-
-    like: list[tuple[int, int, str]]
 
 
 class Target(TypedDict):
@@ -153,7 +147,7 @@ REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "facts.machine": {"data_dir": str | None, "variables": _VARIABLES | None, "with_driver": bool | None},
     "gpus.lease": {"counts": list[int], "run": str},
     "login.lay_out": {"at": str, "files": dict[str, str], "sum": str | None, "within": str, "git": Any},
-    "results.list": {"runs": list[Seen]},
+    "results.list": {"runs": list[RunHere]},
     "results.read": {"name": str, "parts": list[Part]},
     "net.listen": {"nonce": str, "name": str, "head": bool | None, "master_port": int | None},
     "net.probe": {"nonce": str, "targets": list[Target], "names": list[str], "within_s": float},

@@ -17,7 +17,7 @@ from clusterddp.cli.terminal import Terminal, put, put_json, say, say_note, writ
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
-from clusterddp.results.reports import is_on_hosts
+from clusterddp.results.host_run import is_on_hosts
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.find import find_run

@@ -30,7 +30,7 @@ from clusterddp.cli.watch import (
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
-from clusterddp.results.reports import is_unknown, raise_if_unknown
+from clusterddp.results.host_run import is_unknown, raise_if_unknown
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run

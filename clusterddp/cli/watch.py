@@ -20,7 +20,7 @@ from clusterddp.cli.text.states import state_text
 from clusterddp.cli.text.status import root_cause_lines, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
-from clusterddp.results.reports import raise_if_unknown
+from clusterddp.results.host_run import raise_if_unknown
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json

@@ -19,7 +19,6 @@ class Part(TypedDict):
     gone: bool
     size: int
     mtime_ns: int
-    fits: bool
 
 
 class Look(TypedDict):
@@ -30,7 +29,6 @@ class Look(TypedDict):
     has_run: bool
     end_attempt: int | None
     end: dict[str, Any] | None
-    sum: str
     files: dict[str, tuple[int, int]] | None
 
 

@@ -12,15 +12,24 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
-from clusterddp.remote.download import ASK_TIMEOUT_S, Asks, Listed
-from clusterddp.results.checkpoints import download_large
-from clusterddp.results.download import download_records
-from clusterddp.results.host_run import HostRun, Wants, find_host_runs, newest_attempt
-from clusterddp.results.reports import failure_of, is_on_hosts, must_ask, reason_of, report_of, update_reports
+from clusterddp.results.download import ASK_TIMEOUT_S, Asks, download
+from clusterddp.results.host_run import (
+    HostRun,
+    Listed,
+    Wants,
+    failure_of,
+    find_host_runs,
+    is_on_hosts,
+    must_ask,
+    newest_attempt,
+    reason_of,
+    report_of,
+    update_reports,
+)
 from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import HostReport
@@ -47,18 +56,10 @@ class _Result:
     run: RunDir
     report: HostReport | None = None
     """None: its files were not downloaded, so its report is not recorded either."""
-    complete: bool = True
-    """False: the host has more."""
+    goes_on: bool = False
+    """True: the host has more."""
     problem: ClusterddpError | None = None
     notes: Sequence[str] = ()
-
-
-@dataclass(kw_only=True, slots=True)
-class _Listing:
-    """The last list of files from a host; the host sends a new one only if it has changed."""
-
-    total: str = ""
-    files: dict[str, Listed] = field(default_factory=dict)
 
 
 class Synchroniser:
@@ -92,7 +93,8 @@ class Synchroniser:
 
             self._sessions = SessionPool(open_session or Opener(environ))
         self._wants = Wants()
-        self._listings: dict[tuple[HostAccess, str], _Listing] = {}
+        self._listings: dict[tuple[HostAccess, str], dict[str, Listed]] = {}
+        """The last list of files of a run from a host, which sends another only when it has changed."""
         self._reported: dict[str, str] = {}
         """The last message by subject."""
         self._updated_at: float | None = None
@@ -205,7 +207,7 @@ class Synchroniser:
         self._updated_at = time.monotonic()
 
     def _take(self, result: _Result, reports: dict[RunDir, list[HostReport]]) -> None:
-        self._is_behind = self._is_behind or not result.complete
+        self._is_behind = self._is_behind or result.goes_on
         if result.report is not None:
             reports.setdefault(result.run, []).append(result.report)
         for note in result.notes:
@@ -226,34 +228,30 @@ class Synchroniser:
 
     def _ask_host(self, access: HostAccess, host_runs: list[HostRun], session: Asks) -> list[_Result]:
         """Ask a host for what is new of runs, and download it; runs in the host's own thread."""
-        known = {each.name: self._listings.setdefault((access, each.name), _Listing()) for each in host_runs}
-        asked = [{"name": each.name, "token": each.token, "seen": known[each.name].total} for each in host_runs]
+        asked = [{"name": each.name, "token": each.token} for each in host_runs]
         reply = session.ask("results.list", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
         results = []
         for host_run in host_runs:
-            answer, listing = reply.facts["runs"].get(host_run.name), known[host_run.name]
+            answer = reply.facts["runs"].get(host_run.name)
             if answer is None:
                 raise NonsenseError(access.host, f"nothing of {host_run.name}")
             if answer["files"] is not None:
-                listing.total, listing.files = answer["sum"], answer["files"]
-            results.append(self._download(session, host_run, answer, listing.files))
+                self._listings[access, host_run.name] = answer["files"]
+            files = self._listings.get((access, host_run.name), {})
+            results.append(self._download(session, host_run, answer, files))
         return results
 
     def _download(self, session: Asks, host_run: HostRun, answer: dict[str, Any], files: dict[str, Listed]) -> _Result:
         host_run = host_run.wanting_from(newest_attempt(host_run.run, files))
-        records = download_records(session, host_run, files)
-        if records.problem or records.is_locked:
-            return _Result(run=host_run.run, problem=records.problem, complete=not records.is_locked)
-        host_report = report_of(host_run, answer, files)
-        result = _Result(run=host_run.run, report=host_report, complete=records.complete)
-        if not host_run.wants.results or not records.complete:
-            return result
-        large = download_large(session, host_run, files, self._report)
-        result.problem, result.notes = large.problem, large.notes
-        goes_on = not large.complete or (host_report.is_supervised and host_run.wants.while_supervised)
-        result.complete = not goes_on or large.problem is not None
-        if not goes_on:
-            result.report = dataclasses.replace(host_report, complete=newest_attempt(host_run.run))
+        done = download(session, host_run, files, self._report)
+        result = _Result(run=host_run.run, goes_on=done.goes_on, problem=done.problem, notes=done.notes)
+        if done.has_records:
+            result.report = report_of(host_run, answer, files)
+            if host_run.wants.results and done.is_complete:
+                if result.report.is_supervised and host_run.wants.while_supervised:
+                    result.goes_on = True
+                else:
+                    result.report = dataclasses.replace(result.report, complete=newest_attempt(host_run.run))
         return result
 
 

@@ -102,10 +102,8 @@ def mirrored(root: Path) -> Target:
     """Download a run from a host whose real answers are mutated on their way."""
     from clusterddp.agent.types import Host
     from clusterddp.look.status import read_status
-    from clusterddp.results.checkpoints import download_large
-    from clusterddp.results.download import download_records
-    from clusterddp.results.host_run import HostRun, Wants, newest_attempt
-    from clusterddp.results.reports import report_of, update_reports
+    from clusterddp.results.download import download
+    from clusterddp.results.host_run import HostRun, Wants, newest_attempt, report_of, update_reports
 
     host = Host(root=root / "host", package=root, patience_s=600)
     there = make_run(root / "host" / "runs", "hosts.01234567")
@@ -131,6 +129,7 @@ def mirrored(root: Path) -> Target:
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(original, copy)
         run = RunDir(copy)
+        host.listed.clear()
         asked = iter(range(1000))
         hit = rng.choice((0, 1, 1, 2, 3)) if rng.getstate() != random.Random(0).getstate() else -1
 
@@ -144,15 +143,14 @@ def mirrored(root: Path) -> Target:
             run=run, name="hosts.01234567", token=TOKEN, host="gpu01", nodes=frozenset({0}), ranks=logs,
             is_head=True, fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
-        asks = [{"name": host_run.name, "token": TOKEN, "seen": ""}]
+        asks = [{"name": host_run.name, "token": TOKEN}]
         listed = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
         if listed is None:
             return
         host_run = host_run.wanting_from(newest_attempt(run, listed["files"] or {}))
-        records = download_records(session, host_run, listed["files"] or {})
-        if records.problem is None:
+        done = download(session, host_run, listed["files"] or {}, lambda text: None)
+        if done.has_records:
             update_reports(run, [report_of(host_run, listed, listed["files"] or {})])
-            download_large(session, host_run, listed["files"] or {}, lambda text: None)
         read_status(run)
 
     return Target(name="a run that is downloaded", examples=[Example(value=b"", what=None)], read=read)
@@ -183,13 +181,13 @@ def requests(root: Path) -> Target:
     from clusterddp.agent.types import Host
 
     name, sum_ = "asked.01234567", "0" * 64
-    part = {"path": "metrics.jsonl", "offset": 0, "limit": 100, "like": [[0, 1, sum_]]}
+    part = {"path": "metrics.jsonl", "offset": 0, "limit": 100}
     gang = make_gang().to_json()
     requests: list[dict[str, Any]] = [
         {"do": "beat"},
         {"do": "facts.clock"},
         {"do": "login.lay_out", "at": ".", "files": {"spec.yaml": "name: a"}, "sum": None, "within": ".", "git": None},
-        {"do": "results.list", "runs": [{"name": name, "token": TOKEN, "seen": ""}]},
+        {"do": "results.list", "runs": [{"name": name, "token": TOKEN}]},
         {"do": "results.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},

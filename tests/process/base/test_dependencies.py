@@ -163,7 +163,7 @@ def test_every_command_works_where_only_what_is_declared_is_installed(bare_clust
 
 
 def test_a_lock_keeps_another_process_from_a_mirror(place: Path) -> None:
-    from clusterddp.results.download import locked
+    from clusterddp.results.host_run import locked
 
     run = RunDir(place)
     with locked(run, "fetch") as first, locked(run, "fetch", 0.1) as second, locked(run, "hosts") as other:

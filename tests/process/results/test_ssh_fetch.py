@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.remote.download import PIECE_BYTES
+from clusterddp.results.download import PIECE_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.agent_hosts import Hosts, running_hosts

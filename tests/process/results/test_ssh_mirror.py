@@ -351,8 +351,8 @@ def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
 def test_a_host_looks_through_its_processes_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[tuple[str, ...]] = []
     monkeypatch.setattr(host_results, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
-    host = SimpleNamespace(run_dir=lambda name: tmp_path / name)
-    runs = [{"name": f"run-{number}", "token": str(number) * 32, "seen": ""} for number in (1, 2, 1, 2)]
+    host = SimpleNamespace(run_dir=lambda name: tmp_path / name, listed={})
+    runs = [{"name": f"run-{number}", "token": str(number) * 32} for number in (1, 2, 1, 2)]
     listed = host_results.list_files(host, {"runs": runs}, None)  # type: ignore[arg-type]
     assert looks == [(f"{'1' * 32}.", f"{'2' * 32}.")]
     assert list(listed["runs"]) == ["run-1", "run-2"]

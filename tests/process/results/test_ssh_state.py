@@ -12,7 +12,7 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.look.status import read_status
-from clusterddp.results.reports import was_never_reached
+from clusterddp.results.host_run import was_never_reached
 from clusterddp.run.host_reports import reports_path
 from clusterddp.run.host_state import ago
 from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
