@@ -52,7 +52,6 @@ FORMS = {
     "logs RUN --rank all": ("an object for each line", "-r 'select(.ranks == [3]) | .text'"),
     "stacks RUN": ("`verdict`, `suspects`, `groups`, `hint`, `ranks`", ".suspects"),
     "wait RUN": ("as `status`", "-r .state"),
-    "du": ("`runs`, `code`, `bytes`, `remains`", "-r '.runs[] | [.bytes, .run] | @tsv'"),
     "rm RUN...": ("`runs`, `refused`, `code`, `unfinished`", "'[.runs[].bytes] | add'"),
     "list": ("an array of objects, below", "-r 'max_by(.progress.accuracy // 0).run'"),
     "report RUN...": ("`runs`, `path`, `bytes`", "-r .path"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 import sys
@@ -27,6 +28,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import find_sweep
+from clusterddp.run.usage import measure_run
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunSummary
@@ -36,10 +38,11 @@ if TYPE_CHECKING:
 _TIMEOUT_S = 6.0
 """How long `list` waits for the hosts of runs."""
 _NEWEST_SHOWN = 20
-_SORTED_BY = ("accuracy", "created", "name", "time")
+_SORTED_BY = ("accuracy", "created", "name", "size", "time")
 _SORT_KEYS = [*_SORTED_BY, *(f"-{key}" for key in _SORTED_BY)]
 _SORT_HELP = (
-    "accuracy (best first), created (newest first), time (that of its ranks, longest first) or name; -KEY reverses."
+    "accuracy (best first), created (newest first), time (that of its ranks, longest first), size (on disk, largest "
+    "first) or name; -KEY reverses."
 )
 _RUNS_AT_ONCE = 1000
 """How many runs are read at a time when some of them are selected."""
@@ -101,7 +104,7 @@ def _complete_state(ctx: click.Context, param: click.Parameter, incomplete: str)
 @click.option("--name", "spec_name", metavar="NAME", help="Only runs whose spec has this name.")
 @click.option("--sort", "order", type=click.Choice(_SORT_KEYS), metavar="KEY", help=_SORT_HELP)
 @click.option("-n", "--limit", type=click.IntRange(min=1), help="Show at most N; 20, or all runs of SWEEP.")
-@click.option("--wide", is_flag=True, help="All columns, uncut, however narrow the terminal is.")
+@click.option("--wide", is_flag=True, help="All columns, uncut, and what each run takes on disk here.")
 @output_option
 @runs_option
 @collected("selection", Selection)
@@ -121,7 +124,8 @@ def list_(
     runs = sweep.runs() if sweep else [find_run(runs_dir, name)] if name else list_runs(runs_dir)
     limit = limit or (max(1, len(runs)) if name else _NEWEST_SHOWN)
     in_order = iter(runs) if sweep else reversed(runs)
-    summaries, found = _select(in_order, selection, terminal, limit=limit, counts=output == "text")
+    measures = wide or (selection.order or "").endswith("size")
+    summaries, found = _select(in_order, selection, terminal, limit=limit, counts=output == "text", measures=measures)
     if output == "json":
         put_json([summary.to_json() for summary in summaries])
     elif summaries:
@@ -138,9 +142,12 @@ COMMANDS = {"list": list_}
 
 
 def _select(
-    runs: Iterator[RunDir], selection: Selection, terminal: Terminal, *, limit: int, counts: bool
+    runs: Iterator[RunDir], selection: Selection, terminal: Terminal, *, limit: int, counts: bool, measures: bool
 ) -> tuple[list[RunSummary], int]:
-    """Read the runs that are shown, and count those that are selected; `counts` False: only as far as is needed."""
+    """Read the runs that are shown, and count those that are selected.
+
+    `counts` False: only as far as is needed. `measures`: also what they take on disk.
+    """
     from clusterddp.look.status import read_summary
 
     at_once = max(limit, _RUNS_AT_ONCE) if selection.selects or selection.order else limit
@@ -151,7 +158,9 @@ def _select(
         # The runs that are only counted need no more than their state.
         if selection.order or len(selected) < limit:
             try:
-                selected.append(read_summary(run, record=record, view=view))
+                summary = read_summary(run, record=record, view=view)
+                size = measure_run(run).total if measures else None
+                selected.append(dataclasses.replace(summary, bytes=size))
             except (ClusterddpError, OSError, TypeError) as error:
                 say(printable(f"{run.path}: {error}"))
                 num_found -= 1
@@ -196,6 +205,7 @@ def _sorted(summaries: Sequence[RunSummary], order: str) -> list[RunSummary]:
     value_of: dict[str, Callable[[RunSummary], Any]] = {
         "accuracy": lambda run: run.progress.accuracy if run.progress else None,
         "created": lambda run: run.created,
+        "size": lambda run: run.bytes,
         "time": lambda run: run.times.running_s or None,
     }
 

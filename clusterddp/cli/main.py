@@ -33,7 +33,6 @@ _COMMANDS = {
     "stacks": ("stacks", "Look", "show where each rank is: who waits for whom, and why a run hangs"),
     "exec": ("exec_", "Look", "run a command, or a shell, beside a running rank, on its machine and in its job"),
     "wait": ("runs", "Look", "wait until a run has ended"),
-    "du": ("removal", "Look", "show how much disk runs take"),
     "rm": ("removal", "Run", "remove runs that have ended"),
     "list": ("list_", "Look", "show all runs, newest first"),
     "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
@@ -51,6 +50,7 @@ _REMOVED: dict[str, str] = {
     "shell": "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one",
     "share": "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group",
     "explain": "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from",
+    "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
     "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
 }
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""

@@ -1,4 +1,4 @@
-"""The commands rm and du: remove runs that have ended, and show how much disk runs take."""
+"""The command rm: removes runs that have ended, and shows how much disk they take."""
 
 from __future__ import annotations
 
@@ -21,19 +21,10 @@ from clusterddp.cli.text.states import state_text
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
 from clusterddp.look.removal import Candidate, Removal, Selector
-from clusterddp.run.directory import RunDir, is_of_another_user
-from clusterddp.run.find import find_run, list_runs
-from clusterddp.run.removal import Snapshot, find_snapshots, finish_removals, remnants, remove_snapshots
-from clusterddp.run.sweep import find_sweep, sweep_of
-from clusterddp.run.usage import Usage, ended_at, expires_at, keep_of, measure, measure_run
+from clusterddp.run.removal import Snapshot, find_snapshots, finish_removals, remove_snapshots
 from clusterddp.run.view import RunState
 from clusterddp.system.units import format_bytes, format_count
 
-_USAGE_COLUMNS = (
-    ("RUN", 0), ("SIZE", 0), ("CHECKPOINTS", 1), ("LOGS", 4), ("OUTPUT", 3), ("TB", 5), ("KEEP", 2),
-)  # fmt: skip
-"""Of `du`: what a terminal that is too narrow leaves out first has the highest number."""
-_LEAST_LABEL = 22
 _ENDED = [state.value for state in RunState if state.finished]
 
 
@@ -108,41 +99,7 @@ def rm(
     return max((error.exit_code for error in removal.refused.values()), default=0)
 
 
-@command("du")
-@works_at_login
-@click.argument("names", metavar="[RUN]...", nargs=-1, type=RunName())
-@output_option
-@runs_option
-@click.pass_obj
-def du(terminal: Terminal, *, names: tuple[str, ...], output: str, runs_dir: Path) -> None:
-    """Show how much disk runs take here, the largest first: all of them, or RUN..., or the runs of a sweep.
-
-    What runs over SSH have on their hosts is not counted (`gc --older-than 30d -n` shows that), nor what a program
-    wrote outside of its run.
-    """
-    runs_dir = runs_dir.resolve()
-    runs = [run for name in names for run in _runs_of(runs_dir, name)] if names else list_runs(runs_dir)
-    own = [run for run in dict.fromkeys(runs) if not is_of_another_user(run.path)]
-    found = sorted(((run, measure_run(run)) for run in own), key=lambda each: -each[1].total)
-    code = [] if names else find_snapshots(runs_dir)
-    remains = 0 if names else sum(measure(path) for path in remnants(runs_dir))
-    total = sum(usage.total for _, usage in found) + sum(each.size for each in code) + remains
-    if output == "json":
-        put_json(_usage_json(found, code, remains=remains, total=total, runs_dir=runs_dir))
-        return
-    if not found:
-        say(f"no runs in {runs_dir} yet" if not runs else f"every run in {runs_dir} belongs to another user")
-    put("\n".join(_usage_lines(found, code, fold=not names, remains=remains, total=total)))
-    if len(own) < len(runs):
-        say(f"{format_count(len(runs) - len(own), 'run')} of other users not counted")
-
-
-COMMANDS = {"rm": rm, "du": du}
-
-
-def _runs_of(runs_dir: Path, name: str) -> list[RunDir]:
-    sweep = find_sweep(runs_dir, name)
-    return list_runs(sweep.path) if sweep else [find_run(runs_dir, name)]
+COMMANDS = {"rm": rm}
 
 
 def _confirm(removal: Removal, code: list[Snapshot], options: RemovalOptions) -> bool:
@@ -202,7 +159,8 @@ def _removal_json(removal: Removal, code: list[Snapshot], *, dry_run: bool) -> d
                 "run": each.run.name,
                 "state": each.view.state.value,
                 "ended": each.ended,
-                **_sizes(each.usage),
+                "bytes": each.usage.total,
+                **dataclasses.asdict(each.usage),
                 "hosts": list(each.hosts),
                 "removed": each.run.path in gone,
             }
@@ -212,66 +170,3 @@ def _removal_json(removal: Removal, code: list[Snapshot], *, dry_run: bool) -> d
         "unfinished": removal.unfinished,
         "code": {"snapshots": len(code), "bytes": sum(each.size for each in code)},
     }
-
-
-def _usage_lines(
-    found: list[tuple[RunDir, Usage]], code: list[Snapshot], *, fold: bool, remains: int, total: int
-) -> list[str]:
-    rows = []
-    now = time.time()
-    for name, usage, runs in _folded(found) if fold else [(run.name, usage, [run]) for run, usage in found]:
-        sizes = (usage.total, usage.checkpoints, usage.logs, usage.output, usage.tensorboard)
-        expires = [expires_at(run, ended_at(run)) for run in runs]
-        expired = sum(at is not None and at <= now for at in expires)
-        keep = (keep_of(runs[0]) or "-") + (f", {expired} expired" if expired and len(runs) > 1 else "")
-        keep += ", expired" if expired and len(runs) == 1 else ""
-        label = name if len(runs) == 1 else f"{name} ({format_count(len(runs), 'run')})"
-        rows.append([printable(label), *(format_bytes(size) if size else "-" for size in sizes), printable(keep)])
-    if code:
-        unused = sum(each.size for each in code if each.unused)
-        note = f"{format_count(len(code), 'snapshot')}" + (f", {format_bytes(unused)} unused" if unused else "")
-        rows.append([f"code ({note})", format_bytes(sum(each.size for each in code))])
-    if remains:
-        rows.append(["left by a removal that was killed", format_bytes(remains)])
-    rows.append(["total", format_bytes(total)])
-    whole = [row + [""] * (len(_USAGE_COLUMNS) - len(row)) for row in rows]
-    label_column, *columns = to_columns(_USAGE_COLUMNS, whole)
-    label_column = dataclasses.replace(label_column, least=_LEAST_LABEL)
-    return lay_out([label_column, *columns], room=columns_of(sys.stdout))
-
-
-def _folded(found: list[tuple[RunDir, Usage]]) -> list[tuple[str, Usage, list[RunDir]]]:
-    """Add up the runs of each sweep; the largest first."""
-    groups: dict[str, list[tuple[RunDir, Usage]]] = {}
-    for run, usage in found:
-        sweep = sweep_of(run)
-        groups.setdefault(sweep.name if sweep else run.name, []).append((run, usage))
-    names = [field.name for field in dataclasses.fields(Usage)]
-    folded = [
-        (name, Usage(**{part: sum(getattr(usage, part) for _, usage in each) for part in names}), [r for r, _ in each])
-        for name, each in groups.items()
-    ]
-    return sorted(folded, key=lambda each: -each[1].total)
-
-
-def _usage_json(
-    found: list[tuple[RunDir, Usage]], code: list[Snapshot], *, remains: int, total: int, runs_dir: Path
-) -> dict[str, Any]:
-    runs = []
-    for run, usage in found:
-        sweep, ended = sweep_of(run), ended_at(run)
-        facts = {"run": run.name, "sweep": sweep.name if sweep else None, "run_dir": str(run.path), "ended": ended}
-        runs.append({**facts, "keep": keep_of(run), "expires": expires_at(run, ended), **_sizes(usage)})
-    unused = [each for each in code if each.unused]
-    snapshots = {"snapshots": len(code), "bytes": sum(each.size for each in code)}
-    return {
-        "runs_dir": str(runs_dir),
-        "bytes": total,
-        "runs": runs,
-        "code": snapshots | {"unused": len(unused), "unused_bytes": sum(each.size for each in unused)},
-        "remains": remains,
-    }
-
-
-def _sizes(usage: Usage) -> dict[str, int]:
-    return {"bytes": usage.total, **dataclasses.asdict(usage)}

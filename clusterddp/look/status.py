@@ -153,6 +153,8 @@ class RunSummary:
     times: Times
     variant: str = ""
     """In a sweep: the values by which this run differs from the others."""
+    bytes: int | None = None
+    """What it takes on disk here, without a snapshot of code that other runs use, too; null without `--wide`."""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -168,6 +170,7 @@ class RunSummary:
             "ended": self.ended,
             "times": self.times.to_json(),
             "progress": self.progress.to_json() if self.progress else None,
+            "bytes": self.bytes,
         }
 
 

@@ -12,7 +12,6 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.system.files import read_json
 from clusterddp.system.units import UNIT_S
 
@@ -63,29 +62,14 @@ def measure(path: Path) -> int:
     return sum(status.st_blocks * 512 for _, status in _files(path))
 
 
-def keep_of(run: RunDir) -> str | None:
-    """Return `keep` of a run's spec, such as 30d."""
+def expires_at(run: RunDir, ended: float) -> float | None:
+    """Return when `keep` of a run that has ended, such as 30d, is over; None: never."""
     try:
         keep = ((read_json(run.plan) or {}).get("spec") or {}).get("keep")
     except (ClusterddpError, OSError, AttributeError):
         return None
-    return keep if isinstance(keep, str) else None
-
-
-def ended_at(run: RunDir) -> float | None:
-    """Return when the newest attempt of a run ended, in seconds since the epoch; None: no process recorded it."""
-    attempts = run.attempts()
-    try:
-        end = read_end(attempts[-1]) if attempts else None
-    except (ClusterddpError, OSError):
-        return None
-    return end.ended if end else None
-
-
-def expires_at(run: RunDir, ended: float | None) -> float | None:
-    """Return when `keep` of a run that has ended is over; None: never."""
-    keep_s = parse_age(keep_of(run) or "")
-    return ended + keep_s if ended and keep_s else None
+    keep_s = parse_age(keep) if isinstance(keep, str) else None
+    return ended + keep_s if keep_s else None
 
 
 def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:

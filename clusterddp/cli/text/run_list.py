@@ -12,6 +12,7 @@ from clusterddp.cli.text.columns import Column, lay_out
 from clusterddp.cli.text.states import WITHOUT_REASON, state_text
 from clusterddp.cli.text.status import short_progress
 from clusterddp.look.printable import printable
+from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunSummary
@@ -40,10 +41,12 @@ def _columns(summaries: Sequence[RunSummary], now: float, *, names: bool, short:
         Column(title="ACCURACY", cells=["-" if each is None else f"{each:.1%}" for each in accuracies], gives_way=5),
         Column(title="SUBMITTED", cells=[_when(run.created, now) for run in summaries], gives_way=7),
         Column(title="TIME", cells=[_time(run) for run in summaries], gives_way=2),
+        Column(title="SIZE", cells=[format_bytes(run.bytes or 0) for run in summaries]),
         Column(title="WHY", cells=[_reason(run, short=short) for run in summaries], gives_way=6, least=10),
     ]
     left_out = {"VARIANT"} if not any(run.variant for run in summaries) else set()
     left_out |= set() if names else {"NAME"}
+    left_out |= {"SIZE"} if all(run.bytes is None for run in summaries) else set()
     return [column for column in columns if column.title not in left_out]
 
 

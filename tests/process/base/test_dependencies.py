@@ -32,7 +32,6 @@ ARGUMENTS = {
     "dash": "dash --help",
     "demo": "demo",
     "doctor": "doctor",
-    "du": "du",
     "exec": "exec RUN -- true",
     "gc": "gc -n",
     "help": "help",

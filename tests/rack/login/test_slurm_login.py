@@ -328,7 +328,7 @@ def test_several_runs_are_cancelled_wherever_they_are(laptop: Laptop) -> None:
 
 def test_a_run_is_removed_there_and_forgotten_here(laptop: Laptop) -> None:
     run = laptop.submit("--wait")
-    assert run in laptop.ok("du", run)
+    assert run in laptop.ok("list", run, "--wide")
     assert laptop.clusterddp("rm", run).returncode == 2
     assert (laptop.there / "r" / run).is_dir()
     laptop.ok("rm", run[:-1], "--yes")

@@ -1,4 +1,4 @@
-"""rm and du, on runs made by hand."""
+"""rm, and the sizes in list, on runs made by hand."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir
+from clusterddp.run.usage import measure_run
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import fail, make_run, start_attempt
 
@@ -188,39 +189,19 @@ def test_a_removal_is_reported_to_scripts(runs: Path, capfd: pytest.CaptureFixtu
     assert answer["refused"] == [{"run": "brisk-otter-2", "why": "brisk-otter-2 is RUNNING"}]
 
 
-def test_du_shows_the_largest_first_and_adds_up_a_sweep(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = ended(runs, "brisk-otter-1", days_ago=8, keep="1w")
-    (run.checkpoints / "last.pt").write_bytes(b"x" * 2**20)
-    sweep = sweep_with(runs, 0, 1)
-    for member in sweep.runs():
-        member.attempt(0).stdout(0).write_bytes(b"x" * 2**20)
-    code, out, _ = command(capfd, "du")
-    first, second, *_, total = out.splitlines()[1:]
-    assert code == 0
-    assert first.split()[:5] == ["calm-fox-1", "(2", "runs)", "2.0", "MiB"]
-    assert second.startswith("brisk-otter-1")
-    assert second.endswith("1w, expired")
-    assert total.split()[:2] == ["total", "3.1"]
-
-
-def test_du_of_a_sweep_shows_its_runs(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    sweep_with(runs, 0, 1)
-    _, out, _ = command(capfd, "du", "calm-fox-1")
-    assert {line.split()[0] for line in out.splitlines()} == {"RUN", "calm-fox-1.0", "calm-fox-1.1", "total"}
-
-
-def test_du_reports_to_scripts(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = ended(runs, "brisk-otter-1", days_ago=8, keep="1w")
-    (runs / ".code" / ("a" * 64)).mkdir(parents=True)
-    (runs / ".code" / ("a" * 64) / "train.py").write_text("x")
-    _, out, _ = command(capfd, "du", "-o", "json")
-    answer = json.loads(out)
-    (row,) = answer["runs"]
-    assert (answer["schema"], answer["runs_dir"], row["run"], row["sweep"]) == (1, str(runs), run.name, None)
-    assert row["expires"] == pytest.approx(row["ended"] + 7 * DAY_S)
-    assert row["bytes"] == sum(row[part] for part in ("checkpoints", "logs", "output", "tensorboard", "other"))
-    assert answer["code"] == {"snapshots": 1, "bytes": 4096, "unused": 0, "unused_bytes": 0}
-    assert answer["bytes"] == row["bytes"] + 4096
+def test_wide_lists_have_the_size_of_each_run_and_sort_by_it(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    small, large = (ended(runs, name) for name in ("brisk-otter-1", "brisk-otter-2"))
+    (large.checkpoints / "last.pt").write_bytes(b"x" * 2**20)
+    ended(runs, "brisk-otter-3")
+    _, out, _ = command(capfd, "list", "--wide", "--sort", "size")
+    title, first, *_ = out.splitlines()
+    assert first.startswith("brisk-otter-2")
+    assert first[title.index("SIZE") :].startswith("1.0 MiB")
+    _, out, _ = command(capfd, "list", "--wide", "-o", "json")
+    sizes = {row["run"]: row["bytes"] for row in json.loads(out)}
+    assert (sizes[large.name], sizes[small.name]) == (measure_run(large).total, measure_run(small).total)
+    _, out, _ = command(capfd, "list", "-o", "json")
+    assert {row["bytes"] for row in json.loads(out)} == {None}
 
 
 def test_a_failed_run_is_one_of_the_ended(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:

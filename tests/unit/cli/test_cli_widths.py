@@ -90,7 +90,7 @@ def test_columns_give_way_in_the_order_of_their_use(runs_dir: Path) -> None:
     headings = {columns: on_terminal(runs_dir, columns, "list")[0].split() for columns in (40, 80, 140)}
     assert headings[40] == ["RUN", "STATE", "TIME"]
     assert headings[80] == ["RUN", "STATE", "PROGRESS", "ACCURACY", "TIME", "WHY"]
-    assert headings[140] == ["RUN", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "WHY"]
+    assert headings[140] == ["RUN", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "SIZE", "WHY"]
 
 
 def test_a_reason_that_is_cut_begins_with_the_error(runs_dir: Path) -> None:
@@ -109,7 +109,18 @@ def test_names_of_specs_are_shown_where_they_differ(runs_dir: Path) -> None:
 
 def test_a_wide_list_is_not_cut(runs_dir: Path) -> None:
     lines = on_terminal(runs_dir, 40, "list", "--wide")
-    assert lines[0].split() == ["RUN", "NAME", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "WHY"]
+    assert lines[0].split() == [
+        "RUN",
+        "NAME",
+        "STATE",
+        "LAUNCHER",
+        "PROGRESS",
+        "ACCURACY",
+        "SUBMITTED",
+        "TIME",
+        "SIZE",
+        "WHY",
+    ]
     assert lines[3].endswith("ValueError: the loss is nan")
 
 

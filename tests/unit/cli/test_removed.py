@@ -13,6 +13,7 @@ from clusterddp.cli.main import main
         ("shell", "clusterddp exec RUN opens a shell"),
         ("share", "chgrp and chmod open a run to a group"),
         ("explain", "clusterddp submit SPEC -n -v"),
+        ("du", "clusterddp list --wide"),
         ("relay", "your script calls W&B, MLflow or Trackio"),
     ],
 )
