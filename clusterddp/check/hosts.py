@@ -26,7 +26,6 @@ from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.network.paths import Findings
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
-from clusterddp.run.gang import Gang
 from clusterddp.run.leftovers import RunHere
 from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import Reply, Session
@@ -69,7 +68,8 @@ def check_hosts(
     with try_host_sessions(plan, environ) as sessions:
         checks += _judge_failures(sessions.failed)
         if sessions.by_host:
-            network = _examine(plan.gang, sessions.by_host)
+            reached = tuple(node for node in plan.gang.nodes if node.host in sessions.by_host)
+            network = examine_network(dataclasses.replace(plan.gang, nodes=reached), sessions.by_host)
             checks += _check_reached(plan, sessions, network)
             rows = network.findings.rows() if network.findings else []
     return _merge(checks), rows
@@ -95,12 +95,6 @@ def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> 
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(plan, network),
     ]
-
-
-def _examine(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
-    """Probe the network between the hosts of a gang that have a session."""
-    nodes = tuple(node for node in gang.nodes if node.host in sessions)
-    return examine_network(dataclasses.replace(gang, nodes=nodes), sessions)
 
 
 def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:

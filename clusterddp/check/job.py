@@ -19,8 +19,7 @@ from typing import TypedDict
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
-from clusterddp.facts.judge import CLOCK_RED_S, judge_clock, judge_locked_memory, judge_machine
-from clusterddp.facts.judge_torch import minor_version
+from clusterddp.facts.judge import CLOCK_RED_S, judge_clock, judge_locked_memory, judge_machine, minor_version
 from clusterddp.facts.machine import Machine
 from clusterddp.facts.torch import Torch
 from clusterddp.network.interface import is_loopback

@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import platform
+import pwd
+import re
 import resource
 import shutil
 import socket
 import sys
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.facts.logind import Logout, read_logout
 from clusterddp.facts.memory import read_cpu_limit, read_memory_limit
 from clusterddp.facts.torch import Torch, ask_torch
 from clusterddp.network.interface import Link, read_links, resolve
@@ -25,6 +27,9 @@ from clusterddp.system.exclusive import Method, probe_exclusive
 from clusterddp.system.storage import find_mount
 
 _SHM = "/dev/shm"  # noqa: S108 (it is looked at, not written to)
+_LOGIND = ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd")
+"""Where systemd-logind reads its settings; later ones override earlier ones."""
+_YES = {"1", "yes", "y", "true", "t", "on"}
 DataState = Literal["there", "empty", "missing", "not readable"]
 
 
@@ -53,6 +58,19 @@ class Data:
 
     path: str
     state: DataState
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Logout:
+    """What systemd-logind does to this user's processes at the end of the session in which they were started."""
+
+    user: str
+    in_session: bool
+    """This process belongs to a session of systemd-logind."""
+    kills: bool
+    """KillUserProcesses is on, and applies to this user."""
+    lingers: bool
+    """The user always counts as logged in (loginctl enable-linger); processes of a session are ended nevertheless."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +203,40 @@ def read_data(path: Path) -> Data:
     except OSError:
         state = "not readable"
     return Data(path=str(path), state=state)
+
+
+def read_logout(root: Path = Path("/")) -> Logout:
+    """Read the settings of this machine; a setting that is missing is off, as in the distributions."""
+    try:
+        user = pwd.getpwuid(os.getuid()).pw_name
+    except KeyError:
+        user = str(os.getuid())
+    settings = dict(_read_settings(root))
+    only, excluded = settings.get("KillOnlyUsers", "").split(), settings.get("KillExcludeUsers", "root").split()
+    meant = (user in only if only else True) and user not in excluded
+    with contextlib.suppress(OSError):
+        group = (root / "proc/self/cgroup").read_text()
+        return Logout(
+            user=user,
+            in_session=re.search(r"/session-[^/\n]+\.scope", group) is not None,
+            kills=settings.get("KillUserProcesses", "no").lower() in _YES and meant,
+            lingers=(root / "var/lib/systemd/linger" / user).exists(),
+        )
+    return Logout(user=user, in_session=False, kills=False, lingers=False)
+
+
+def _read_settings(root: Path) -> Iterator[tuple[str, str]]:
+    """Read logind's settings, the ones that override others last."""
+    main = [root / place.lstrip("/") / "logind.conf" for place in _LOGIND]
+    extras: dict[str, Path] = {}
+    for place in _LOGIND:
+        with contextlib.suppress(OSError):
+            extras |= {path.name: path for path in (root / place.lstrip("/") / "logind.conf.d").glob("*.conf")}
+    for path in [*main, *(extras[name] for name in sorted(extras))]:
+        with contextlib.suppress(OSError):
+            for line in path.read_text(errors="replace").splitlines():
+                if match := re.fullmatch(r"\s*(Kill\w+)\s*=\s*(.*?)\s*", line):
+                    yield match[1], match[2]
 
 
 def _has_infiniband() -> bool:

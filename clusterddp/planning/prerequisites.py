@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import clusterddp
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.facts.checks import Needs
-from clusterddp.facts.judge_torch import judge_torch
+from clusterddp.facts.judge import judge_torch
 from clusterddp.facts.torch import read_torch
 from clusterddp.planning.placement import Request
 from clusterddp.planning.program import TRAINER

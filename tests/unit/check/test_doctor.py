@@ -16,8 +16,7 @@ import pytest
 from clusterddp.check.job import JobAnswer, JobRequest, judge_nodes, sbatch_argv
 from clusterddp.cli.doctor import check_lines
 from clusterddp.facts.checks import Check, Needs, Result, is_healthy, note, ok, red, rows
-from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, judge_machine
-from clusterddp.facts.judge_torch import judge_torch
+from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, judge_machine, judge_torch
 from clusterddp.facts.machine import (
     Machine,
     read_directory,

@@ -11,8 +11,7 @@ import pytest
 from clusterddp.check.hosts import judge_connection, judge_machine_size, judge_offset
 from clusterddp.facts.checks import Needs, Result
 from clusterddp.facts.judge import judge_hosts, judge_locked_memory
-from clusterddp.facts.logind import Logout, read_logout
-from clusterddp.facts.machine import Data, Machine, read_data, read_host
+from clusterddp.facts.machine import Data, Logout, Machine, read_data, read_host, read_logout
 from clusterddp.facts.memory import read_cpu_limit, read_memory_limit
 from clusterddp.facts.torch import Torch, install_command
 from clusterddp.wire import build
