@@ -40,8 +40,7 @@ from tests.support.ssh_place import ssh_place_on
 from tests.testbed.plan import RackPlan
 from tests.testbed.rack import find_obstacle, running_rack
 
-MODES = ("exact", "bf16", "powersgd:4", "local:4", "local:8")
-AUTO = {"comm": "auto", "comm_allow": list(MODES[1:])}
+MODES = ("exact", "bf16", "local:4", "local:8")
 NOISE: dict[str, Any] = {
     "model": "resnet18",
     "dataset": "random",
@@ -151,8 +150,7 @@ def link(arguments: argparse.Namespace) -> None:
     plan = RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)
     with running_rack(plan) as rack, ssh_place_on(rack) as place:
         for mbit_per_s in arguments.mbit:
-            # The warm-up has powersgd's exact steps, the last eight have the end of the epoch, which else comes once in
-            # thousands of steps.
+            # The last eight steps have the end of the epoch, which else comes once in thousands of steps.
             warm, steps = (8, 8) if arguments.quick or mbit_per_s < 1000 else (8, 32)
             for node in plan.nodes:
                 rack.set_link_rate(node, mbit_per_s)
@@ -166,7 +164,6 @@ def link(arguments: argparse.Namespace) -> None:
                     )
                     for mode in MODES
                 ),
-                Contender(name="auto", label="two machines, comm: auto", take_turn=partial(turn, hosts=2, **AUTO)),
                 Contender(
                     name="nothing",
                     label="two machines that send next to nothing",

@@ -143,7 +143,7 @@ def read_turn(run: RunDir, *, warm_steps: int, comm: str, last_steps: int = 0) -
     if summary is None:
         raise UnavailableError("the run has no summary")
     done = summary.get("comm", "exact")
-    if comm not in (done, "auto") or (comm == "auto" and "comm" not in summary):
+    if comm != done:
         raise UnavailableError(f"comm {comm} was asked for, and this trainer did {done}")
     rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "train"]
     timed = [row for row in rows if warm_steps < row["step"] <= rows[-1]["step"] - last_steps]

@@ -91,7 +91,7 @@ def _link(result: Result) -> Iterator[str]:
         sent = _fact(row, "comm_bytes_per_step")
         against = [median_and_spread(ratios(row, rows[other])) if other in rows else "" for other in ("one", "exact")]
         step = statistics.median(turn["step_ms"] for turn in row["turns"])
-        cells = [_label(row), _speed(row), f"{step:.0f}", f"{float(sent) / 1e6:.2f}" if sent else "", *against]
+        cells = [str(row["label"]), _speed(row), f"{step:.0f}", f"{float(sent) / 1e6:.2f}" if sent else "", *against]
         yield f"| {' | '.join(cells)} |"
 
 
@@ -199,14 +199,6 @@ def _by_name(result: Result) -> dict[str, Any]:
 
 def _speed(row: Mapping[str, Any]) -> str:
     return median_and_spread([turn["images_per_s"] for turn in row["turns"]], ".1f")
-
-
-def _label(row: Mapping[str, Any]) -> str:
-    """Name an exchange, and for `auto` what it chose in how many turns."""
-    if row["name"] != "auto":
-        return str(row["label"])
-    chosen = [str(turn["facts"].get("comm")) for turn in row["turns"]]
-    return f"{row['label']} (chose {', '.join(f'{mode} {chosen.count(mode)}x' for mode in sorted(set(chosen)))})"
 
 
 def _fact(row: Mapping[str, Any], key: str) -> str:

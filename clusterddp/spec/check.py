@@ -31,8 +31,12 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
 }
 _Model = TypeVar("_Model", bound=BaseModel)
-_REMOVED: dict[tuple[str, str], str] = {}
-"""(dotted key, value) that earlier versions had -> what to use instead, in one sentence for a hint."""
+_REMOVED: dict[tuple[str, str], str] = {
+    ("train.comm", "auto"): "write the mode itself: exact, or local:8 where a slow network links the ranks",
+    ("train.comm", "powersgd"): "local:8 sends little over a slow network, and no rank waits for it",
+}
+"""(dotted key, value) that earlier versions had -> what to use instead, in one sentence for a hint; of a value such as
+word:4 it is the word."""
 
 _KINDS = {"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a list", "list_type": "a list"}
 
@@ -118,8 +122,10 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
     """Return clusterddp's message and hint for an error of pydantic."""
     kind, context = detail["type"], detail.get("ctx", {})
     found = describe(node if isinstance(node, Scalar) else detail["input"])
+    written = node.text if isinstance(node, Scalar) else ""
+    removed = _REMOVED.get((".".join(map(str, detail["loc"])), written.partition(":")[0]))
     if kind == "clusterddp":
-        return context["message"], context["hint"]
+        return context["message"], removed or context["hint"]
     if kind == "missing":
         return f"missing, expected {'`name: my-run`' if detail['loc'] == ('name',) else 'a value'}", None
     if kind in _BOUNDS:
@@ -127,8 +133,7 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
         return f"found {found}, expected {bound} {float(context[name]):.12g}", None
     if kind == "literal_error":
         message, hint = _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
-        written = node.text if isinstance(node, Scalar) else ""
-        return message, _REMOVED.get((".".join(map(str, detail["loc"])), written), hint)
+        return message, removed or hint
     if kind in _KINDS:
         text = node.text if isinstance(node, Scalar) else ""
         simple = _KINDS[kind] == "a list" and re.fullmatch(r"[\w./=-]{1,40}( [\w./=-]{1,40}){0,9}", text)

@@ -127,8 +127,8 @@ After = Annotated[
 Comm = Annotated[
     str,
     Matching(
-        r"^(exact|bf16|powersgd:[1-9][0-9]{0,2}|local:[1-9][0-9]{0,4}|auto)$",
-        "exact, bf16, powersgd:R (such as powersgd:4), local:H (such as local:8) or auto",
+        r"^(exact|bf16|local:[1-9][0-9]{0,4})$",
+        "exact, bf16 or local:H (such as local:8)",
     ),
 ]
 SlurmKey = Annotated[str, Matching(r"^[a-z][a-z0-9_-]*$", "a long option of sbatch, such as partition or mail_type")]

@@ -49,6 +49,7 @@ _REMOVED: dict[str, str] = {
     "ssh.when_busy": "a run is refused with the name of the run that has its GPUs; submit it when they are free, "
     "or as a sweep, whose runs wait",
     "notify.shell": "a shell is a command like others: command: [sh, -c, 'TEXT']",
+    "train.comm_allow": "write the mode of exchange itself, such as train.comm: local:8",
 }
 """Dotted key that earlier versions had -> what to use instead, in one sentence for a hint."""
 

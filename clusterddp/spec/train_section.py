@@ -122,12 +122,8 @@ class TrainSpec(Section):
     comm: Comm = Field(
         default="exact",
         description="How ranks exchange: exact (the mean of all gradients, in full), bf16 (the same in half the "
-        "bytes), powersgd:R (gradients of rank R, with error feedback), local:H (each rank takes steps of its own; "
-        "each step averages another 1/H of the weights across ranks), or auto (the fastest of exact "
-        "and comm_allow, by measuring). All but exact change results.",
-    )
-    comm_allow: tuple[Comm, ...] = Field(
-        default=(), description="What comm: auto may choose besides exact, such as [bf16, local:8]."
+        "bytes), or local:H (each rank takes steps of its own; each step averages another 1/H of the weights across "
+        "ranks). All but exact change results.",
     )
     strategy: Annotated[Literal["ddp", "dp", "none"], Word] = Field(
         default="ddp",
@@ -153,7 +149,6 @@ def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
     """Yield values that conflict."""
     yield from _image_conflicts(train)
     yield from _optimizer_conflicts(train)
-    yield from _comm_conflicts(train)
     yield from _forward_conflicts(train)
     yield from _strategy_conflicts(train, job)
     if train.dataset in ("shapes", "random") and train.samples is not None and train.samples < 5:
@@ -236,23 +231,6 @@ def _optimizer_conflicts(train: TrainSpec) -> Iterator[Conflict]:
             keys=("train.momentum", "train.nesterov"),
             message="nesterov needs a momentum above 0",
             hint="train.nesterov: false is plain SGD",
-        )
-
-
-def _comm_conflicts(train: TrainSpec) -> Iterator[Conflict]:
-    if train.comm == "auto" and not train.comm_allow:
-        yield Conflict(
-            keys=("train.comm_allow", "train.comm"),
-            message="auto has nothing to choose from",
-            hint="comm_allow: [bf16, local:8] allows it those two besides exact",
-        )
-    if train.comm != "auto" and train.comm_allow:
-        yield Conflict(
-            keys=("train.comm_allow", "train.comm"), message=f"is for comm: auto only, and comm is {train.comm}"
-        )
-    if "auto" in train.comm_allow:
-        yield Conflict(
-            keys=("train.comm_allow",), message="auto is no mode, expected exact, bf16, powersgd:R or local:H"
         )
 
 

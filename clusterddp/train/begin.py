@@ -36,9 +36,7 @@ from clusterddp.train.muon import Muon
 from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
 from clusterddp.train.report.figures import Meter
 from clusterddp.train.report.reporter import Reporter
-from clusterddp.train.research.auto_mode import choose_comm, explain_choice, measure
 from clusterddp.train.research.local_steps import LocalSteps
-from clusterddp.train.research.powersgd import PowerSgd
 from clusterddp.train.shared_memory import SharedMemory, share_memory
 from clusterddp.train.state import TrainState, restore_state, spec_changes
 
@@ -99,8 +97,7 @@ def begin(setting: Setting) -> TrainState:
     model = place_model(spec, setting.dataset, group)
     precision = settle_precision(saved, model, setting)
     optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))
-    comm = settle_comm(saved, model, setting, precision)
-    exchange = build_exchange(comm, model, group, optimizer=optimizer, total_steps=schedule.total_steps, seed=spec.seed)
+    exchange = build_exchange(spec.comm, model, group, optimizer=optimizer)
     forward = wrap_forward(exchange.module, model, spec, group, precision=precision)
     state = TrainState(
         model=model,
@@ -143,32 +140,11 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
     return precision
 
 
-def settle_comm(saved: dict[str, Any] | None, model: nn.Module, setting: Setting, precision: str) -> str:
-    """Return the mode of exchange: the spec's, or what auto chose, now or in an earlier attempt.
-
-    A choice holds as long as the number of ranks does.
-    """
-    spec, group, reporter = setting.spec, setting.group, setting.reporter
-    if spec.comm != "auto" or group.world_size == 1:
-        return spec.comm
-    if saved is not None and saved["world_size"] == group.world_size and saved["comm"] in ("exact", *spec.comm_allow):
-        chosen: str = saved["comm"]
-        return chosen
-    if share_memory(model, group) is not None:
-        reporter.log("comm auto: exact, through memory that all ranks see")
-        return "exact"
-    measured = measure(model, setting.dataset, group, spec=spec, precision=precision)
-    for line in explain_choice(measured, spec.comm_allow):
-        reporter.log(line)
-    return choose_comm(measured, spec.comm_allow)
-
-
-def build_exchange(
-    comm: str, model: nn.Module, group: Group, *, optimizer: torch.optim.Optimizer, total_steps: int, seed: int
-) -> Exchange:
-    """Make the exchange of mode `comm` (exact, bf16, powersgd:R, local:H); rank 0's weights replace those of all ranks.
+def build_exchange(comm: str, model: nn.Module, group: Group, *, optimizer: torch.optim.Optimizer) -> Exchange:
+    """Make the exchange of mode `comm` (exact, bf16, local:H); rank 0's weights replace those of all ranks.
 
     The docstring of each class has its cost; docs/trainer.md explains when to use it.
+    Raises: ClusterddpError: an earlier version had the mode.
     """
     if group.world_size == 1:
         return Exchange(model, group)
@@ -178,11 +154,12 @@ def build_exchange(
         return DdpExchange(model, group) if memory is None else SharedMemory(model, group, memory)
     if mode == "bf16":
         return Bf16Exchange(model, group)
-    if mode == "powersgd":
-        return PowerSgd(model, group, rank=int(number), total_steps=total_steps, seed=seed)
     if mode == "local":
         return LocalSteps(model, group, every=int(number), optimizer=optimizer)
-    raise ValueError(f"comm: {comm!r} is none of exact, bf16, powersgd:R, local:H")
+    raise ClusterddpError(
+        f"train.comm {comm} was removed, expected exact, bf16 or local:H",
+        hint="clusterddp resume RUN train.comm=exact goes on from the newest checkpoint; so does local:8",
+    )
 
 
 def compile_if_possible(state: TrainState, setting: Setting) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,7 +25,7 @@ class Exchange:
     """
 
     label = "exact"
-    """The mode as the spec writes it: exact, bf16, powersgd:R, local:H."""
+    """The mode as the spec writes it: exact, bf16, local:H."""
     exact = True
     """Whether training equals that of a single rank with the batches of all ranks."""
     transport = ""
@@ -52,8 +51,8 @@ class Exchange:
         """Wrap a micro-batch's forward and backward pass; `now`: it is the step's last one."""
         return contextlib.nullcontext()
 
-    def after_backward(self, step: int) -> None:
-        """Act when the gradients of optimizer step `step` (from 0) are complete, before the optimizer uses them."""
+    def after_backward(self) -> None:
+        """Act when the gradients of a step are complete, before the optimizer uses them."""
 
     def after_step(self, steps_done: int, *, epoch_ends: bool) -> None:
         """Act when the weights have moved. `epoch_ends`: it was the last step of the epoch, or of the run."""
@@ -120,11 +119,6 @@ class Bf16Exchange(DdpExchange):
     @property
     def bytes_sent_per_step(self) -> float:
         return super().bytes_sent_per_step / 2
-
-
-def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor]:
-    """Return the gradients that are not None, in the order of the parameters."""
-    return [parameter.grad for parameter in parameters if parameter.grad is not None]
 
 
 def ring_bytes(payload: float, group: Group) -> float:

@@ -114,28 +114,14 @@ def min_over_ranks(value: float, group: Group) -> float:
     return -max_over_ranks(-value, group)
 
 
-def start_mean(tensors: Sequence[Tensor], group: Group, *, dtype: torch.dtype | None = None) -> Callable[[], None]:
-    """Begin to average `tensors` over the ranks, in one message; call the result to get the mean into `tensors`.
-
-    `dtype` is that of the message; None: their own.
-    """
+def mean_over_ranks(tensors: Sequence[Tensor], group: Group) -> None:
+    """Average `tensors` over the ranks, in place and in one message."""
     if group.world_size == 1 or not tensors:
-        return lambda: None
-    flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(group.world_size).to(dtype)
-    under_way = dist.all_reduce(flat, async_op=True)
-    assert under_way is not None
-
-    def arrive() -> None:
-        under_way.wait()
-        for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
-            tensor.copy_(values.view_as(tensor))
-
-    return arrive
-
-
-def mean_over_ranks(tensors: Sequence[Tensor], group: Group, *, dtype: torch.dtype | None = None) -> None:
-    """Average `tensors` over the ranks, in place and in one message; see `start_mean`."""
-    start_mean(tensors, group, dtype=dtype)()
+        return
+    flat = torch.cat([tensor.flatten() for tensor in tensors]).div_(group.world_size)
+    dist.all_reduce(flat)
+    for tensor, values in zip(tensors, torch.split(flat, [tensor.numel() for tensor in tensors]), strict=True):
+        tensor.copy_(values.view_as(tensor))
 
 
 def broadcast_model(model: nn.Module, group: Group) -> None:

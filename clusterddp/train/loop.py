@@ -98,7 +98,7 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: T
             loss = cross_entropy(logits.float(), labels, label_smoothing=spec.label_smoothing) / spec.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
         window.add(loss.detach(), logits.detach(), labels)
-    state.exchange.after_backward(state.step)
+    state.exchange.after_backward()
     record("wait_end")
     state.optimizer.step()
     window.steps += 1
@@ -118,7 +118,7 @@ def synchronise_ranks(state: TrainState, setting: Setting) -> None:
     """Copy rank 0's state to all ranks at an epoch's end, all of it that must be equal, and log whose was not.
 
     That is the weights, what the optimizer keeps for each, their running mean, and the tensors that the exchange has in
-    common. Each rank moves its own weights, from the same gradients. Matrix products (Muon, PowerSGD) have other last
+    common. Each rank moves its own weights, from the same gradients. Matrix products (Muon) have other last
     bits on another kind of processor; a faulty processor may compute anything.
     """
     shared = [*state.model.parameters(), *optimizer_tensors(state.optimizer), *state.exchange.common_tensors()]

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from clusterddp.train.exchange import Exchange, gradients_of
+from clusterddp.train.exchange import Exchange
 from clusterddp.train.group import Group, broadcast_bytes, broadcast_model, min_over_ranks
 
 _PROOF_BYTES = 64  # keeps what follows on a cache line of its own
@@ -39,9 +39,9 @@ class SharedMemory(Exchange):
         share = slice(group.rank * length, (group.rank + 1) * length)
         self._shares, self._mean_of_shares = memory[:-1, share], mean[share]
 
-    def after_backward(self, step: int) -> None:
+    def after_backward(self) -> None:
         """Make every gradient the mean over the ranks; it is shared by all ranks, so nothing may write into it."""
-        torch._foreach_copy_(self._own, gradients_of(self._trained))
+        torch._foreach_copy_(self._own, [each.grad for each in self._trained if each.grad is not None])
         dist.barrier(group=self._group.control)
         torch.sum(self._shares, dim=0, out=self._mean_of_shares).div_(self._group.world_size)
         dist.barrier(group=self._group.control)

@@ -11,6 +11,9 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 
+_REMOVED = ("comm_allow",)
+"""Keys that plans of earlier versions have."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainSpec:
@@ -46,7 +49,6 @@ class TrainSpec:
     cutout: int = 0
     tta: str = "none"
     comm: str = "exact"
-    comm_allow: tuple[str, ...] = ()
     strategy: str = "ddp"
     sync_bn: bool = False
     compile: str = "auto"
@@ -58,17 +60,18 @@ class TrainSpec:
 
     @classmethod
     def from_json(cls, section: dict[str, Any]) -> TrainSpec:
-        """Read the section of a plan; a key that is missing, in an older version's plan, gets its default.
+        """Read the section of a plan. An older version's plan may lack keys, which get their defaults, and has others.
 
         Raises: ClusterddpError: a key is unknown to this version.
         """
+        section = {key: value for key, value in section.items() if key not in _REMOVED}
         unknown = sorted(section.keys() - {field.name for field in dataclasses.fields(cls)})
         if unknown:
             raise ClusterddpError(
                 f"the plan has train.{', train.'.join(unknown)}, which this version does not know",
                 hint="submit the run again, or resume it with the version that submitted it",
             )
-        return cls(**section | {"comm_allow": tuple(section.get("comm_allow", ()))})
+        return cls(**section)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self) | {"comm_allow": list(self.comm_allow)}
+        return dataclasses.asdict(self)

@@ -45,7 +45,7 @@ PAIR: dict[str, dict[str, Any]] = {
         "precision": "fp32",
         "deterministic": True,
     },
-    "powersgd:2 resnet18 sgd fp32": {"comm": "powersgd:2", "model": "resnet18", "precision": "fp32"},
+    "bf16 resnet18 sgd fp32": {"comm": "bf16", "model": "resnet18", "precision": "fp32"},
     "local:2 fastnet sgd bf16 accumulate": {"comm": "local:2", "accumulate": 2},
     "local:2 fastnet muon fp32": {"comm": "local:2", "optimizer": "muon", "precision": "fp32"},
 }
@@ -55,7 +55,7 @@ COUNTED: dict[str, dict[str, Any]] = {
     "resnet18 sgd": {"model": "resnet18"},
 }
 PAIR_COUNTED: dict[str, dict[str, Any]] = {
-    f"fastnet sgd, 2 ranks, {comm}": {"comm": comm, "width": 1.0} for comm in ("exact", "bf16", "powersgd:2", "local:2")
+    f"fastnet sgd, 2 ranks, {comm}": {"comm": comm, "width": 1.0} for comm in ("exact", "bf16", "local:2")
 }
 PHASES = ("augment", "forward, backward, exchange", "optimizer", "averages")
 

@@ -11,8 +11,14 @@ KEYS = [
     ("start: torchrun", "start", "owns_ranks: true"),
     ("ssh: {when_busy: wait}", "ssh.when_busy", "as a sweep"),
     ("notify: {mail: ada, shell: true}", "notify.shell", "[sh, -c"),
+    ("train: {comm_allow: [bf16]}", "train.comm_allow", "train.comm: local:8"),
 ]
 """A line of a spec, the key in it, and words of the hint."""
+VALUES = [
+    ("train: {comm: auto}", "train.comm", "write the mode itself"),
+    ("train: {comm: powersgd:4}", "train.comm", "local:8 sends little"),
+]
+"""A line of a spec, the key whose value is gone, and words of the hint."""
 
 
 @pytest.mark.parametrize(("line", "key", "words"), KEYS, ids=[key for _, key, _ in KEYS])
@@ -27,3 +33,12 @@ def test_a_removed_key_is_refused_with_what_to_use_instead(line: str, key: str, 
 @pytest.mark.parametrize(("line", "key", "words"), KEYS, ids=[key for _, key, _ in KEYS])
 def test_a_run_s_own_spec_may_have_a_removed_key(line: str, key: str, words: str) -> None:
     assert load_spec(f"name: a\n{line}\n", environ={}, whole=True).job.name == "a"
+
+
+@pytest.mark.parametrize(("line", "key", "words"), VALUES, ids=[line for line, _, _ in VALUES])
+def test_a_removed_value_is_refused_with_what_to_use_instead(line: str, key: str, words: str) -> None:
+    with pytest.raises(SpecError) as raised:
+        load_spec(f"name: a\n{line}\n", environ={})
+    (problem,) = raised.value.problems
+    assert (problem.key, problem.message.startswith("found ")) == (key, True)
+    assert words in str(problem.hint)
