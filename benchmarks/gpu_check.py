@@ -42,7 +42,7 @@ from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
 
 _STEPS, _WARM_STEPS, _STEPS_ON_CPU = 200, 50, 4
-_FIGURES = ("images_per_s", "step_ms", "mfu_percent", "compile_seconds", "train_seconds", "accuracy_tta")
+_FIGURES = ("images_per_s", "step_ms", "compile_seconds", "train_seconds", "accuracy_tta")
 _JOBS = ("cifar10_resnet18", "cifar10_fastnet", "modelarts_ours", "resnet18_2x8")
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; }

@@ -18,7 +18,7 @@ from trainer_runs import LocalPlace
 
 PLAN = """\
 gpu: there is no GPU here; with one (and --data-dir, CIFAR-10) this would measure, on GPU 0:
-  ResNet-18, batch 512, bf16: images/s and MFU, compile: never and compile: always, 5 rounds in turns
+  ResNet-18, batch 512, bf16: images/s, compile: never and compile: always, 5 rounds in turns
   jobs/modelarts_ours.yaml, 100 epochs: train seconds (published: 60 min on one card, 20 min on 16)
   jobs/cifar10_resnet18.yaml, 5 seeds: accuracy, seconds to 94 %
   jobs/cifar10_fastnet.yaml, 5 seeds, in turns with airbench94_muon.py, unchanged, on the same images"""

@@ -22,7 +22,7 @@ from tests.testbed.rack import RackError
 TURN_LIMIT_S = 900
 _FACTS = ("precision", "comm", "exact", "loss", "accuracy", "accuracy_tta", "accuracy_ema")
 _TIMES = ("train_seconds", "start_up_seconds", "compile_seconds", "time_to_accuracy")
-_FIGURES = ("comm_bytes_per_step", "comm_exposed_percent", "data_wait_percent", "tflop_per_s", "mfu_percent")
+_FIGURES = ("comm_bytes_per_step", "comm_exposed_percent", "data_wait_percent")
 
 
 @dataclass(frozen=True, kw_only=True)

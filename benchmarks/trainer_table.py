@@ -108,10 +108,10 @@ def _loss(result: Result) -> Iterator[str]:
 
 
 def _gpu_rates(result: Result) -> Iterator[str]:
-    yield "| | images/s | MFU, % |"
-    yield "|---|---|---|"
+    yield "| | images/s |"
+    yield "|---|---|"
     for row in result["rows"]:
-        yield f"| {row['label']} | {_speed(row)} | {_facts(row, 'mfu_percent', '.1f')} |"
+        yield f"| {row['label']} | {_speed(row)} |"
 
 
 def _gpu_recipes(result: Result) -> Iterator[str]:
@@ -139,10 +139,10 @@ def gpu_check_rows(report: Result) -> Iterator[str]:
     for each in deep.get("checks", ()):
         yield f"| {each['check']} | {each['found']} |"
     yield ""
-    yield "| what | images/s | ms/step | MFU, % | compile, s |"
-    yield "|---|---|---|---|---|"
+    yield "| what | images/s | ms/step | compile, s |"
+    yield "|---|---|---|---|"
     for row in report["speed"]:
-        cells = [str(row.get(key, "")) for key in ("images_per_s", "step_ms", "mfu_percent", "compile_seconds")]
+        cells = [str(row.get(key, "")) for key in ("images_per_s", "step_ms", "compile_seconds")]
         yield f"| {' | '.join([row['what'], *cells])} |"
 
 

@@ -15,7 +15,6 @@ from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
 from clusterddp.planning.job_values import (
     changes_of,
     filled_in,
-    fit_memory,
     notify_of,
     spec_text,
     timeouts_of,
@@ -180,8 +179,6 @@ def _plan_ranks(
     spec = filled_in(job)
     if request.trial:
         entry, spec = plan_trial_entry(request.trial, entry, spec, on_cpu=placement.on_cpu)
-    if not (placed.slurm or placed.ssh or request.queued):
-        spec, placement = fit_memory(job.name, spec, placement)
     gang = plan_gang(job, placement, entry, run=run, token=secrets.token_hex(16))
     if placed.slurm:  # the allocation's end is the limit
         gang = dataclasses.replace(gang, time_limit_s=None)

@@ -22,7 +22,6 @@ from clusterddp.train.exchange import Bf16Exchange, DdpExchange, Exchange
 from clusterddp.train.forward import (
     choose_precision,
     compile_now,
-    count_devices,
     describe_forward,
     describe_images,
     is_compiled,
@@ -105,7 +104,7 @@ def begin(setting: Setting) -> TrainState:
         exchange=exchange,
         forward=forward,
         precision=precision,
-        meter=Meter(model, setting.dataset.image_shape, group, num_devices=count_devices(forward)),
+        meter=Meter(model, group),
         ema=build_ema(model, spec.ema),
         resumed_from=file,
     )

@@ -1,4 +1,4 @@
-"""Compute slots: where a host's ranks outnumber its cores, or its memory, only some of them compute at a time.
+"""Compute slots: where a host's ranks outnumber its cores, only as many compute at a time as there are cores.
 
 A step's forward and backward pass needs many times the memory of what a rank keeps between steps. Sixteen ranks on two
 cores are not faster when all compute at once. So two compute at a time, and each returns its memory before the next
@@ -12,20 +12,16 @@ import contextlib
 import ctypes
 import fcntl
 import os
+import resource
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clusterddp.facts.memory import free_bytes, read_cpu_limit
-from clusterddp.facts.training_memory import can_keep_steps, plan_turns, training_memory
-from clusterddp.system.units import format_bytes
 from clusterddp.train.host import Host
-
-if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX = -1, -3, -4  # malloc.h
 _RETURNED_FROM_BYTES = 1 << 20
@@ -40,8 +36,6 @@ class ComputeSlot:
     index: int = 0
     is_first: bool = True
     """Whether this rank is the first one of its host."""
-    returns_memory: bool = False
-    """Whether the memory of a step goes back to the system after it, for another rank; else it is kept for the next."""
     description: str = ""
     """How the ranks of rank 0's host share its cores, for the log."""
 
@@ -84,42 +78,41 @@ class ComputeSlot:
         first.register_post_accumulate_grad_hook(end)  # type: ignore[no-untyped-call]
 
 
-def agree_on_compute_slot(
-    spec: TrainSpec, host: Host | None, *, image_size: int, cores: int | None = None
-) -> ComputeSlot:
+def agree_on_compute_slot(host: Host | None, *, cores: int | None = None) -> ComputeSlot:
     """Have the ranks of each host agree on how many of them compute at a time; every rank must take part.
 
     `cores`: those of the host; None: count them.
-    Raises: ClusterddpError: the memory that is free does not hold them, even one at a time.
     """
     if host is None:
         return ComputeSlot()
-    is_first = host.index == 0
-    free = host.gather(free_bytes() or 0)[host.ranks[0]]
     cores = host.gather(cores or _count_cores(host))[host.ranks[0]]
-    threads = torch.get_num_threads()
-    need = training_memory(spec.to_json(), image_size=image_size)
-    at_once = plan_turns(len(host.ranks), threads=threads, cores=cores, need=need, free=free)
+    at_once = max(1, cores // torch.get_num_threads())
     with host.shared_file("clusterddp-compute-slots") as (_, path):
         lock = None
         if at_once < len(host.ranks):
             # Where this rank cannot open the first rank's files, it computes without a slot.
             with contextlib.suppress(OSError):
                 lock = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    returns_memory = not can_keep_steps(len(host.ranks), turns=lock is not None, need=need, free=free)
     if lock is None:
-        return ComputeSlot(is_first=is_first, returns_memory=returns_memory)
+        return ComputeSlot(is_first=host.index == 0)
     description = (
-        f"{len(host.ranks)} ranks share {cores} core{'s' * (cores != 1)} and {format_bytes(free)} of free memory: "
+        f"{len(host.ranks)} ranks share {cores} core{'s' * (cores != 1)}: "
         f"{at_once} of them compute{'s' * (at_once == 1)} at a time"
     )
-    return ComputeSlot(
-        lock=lock,
-        index=host.index % at_once,
-        is_first=is_first,
-        returns_memory=returns_memory,
-        description=description,
-    )
+    return ComputeSlot(lock=lock, index=host.index % at_once, is_first=host.index == 0, description=description)
+
+
+def keep_memory_that_is_there(host: Host | None) -> None:
+    """After a step: have every rank keep its memory for the next one, where the host has enough for all of them.
+
+    A heap that is kept has holes, and others use the machine, too: what all ranks took at most must be free twice over.
+    """
+    if host is None:
+        return
+    peaks = host.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
+    free = host.gather(free_bytes() or 0)[host.ranks[0]]
+    if 2 * sum(peaks[rank] for rank in host.ranks) <= free:
+        keep_freed_memory()
 
 
 def keep_freed_memory() -> None:

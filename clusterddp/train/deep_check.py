@@ -247,7 +247,7 @@ def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> T
     """Take steps of the trainer on noise: their time, what a step launches and waits for, and a checkpoint's time."""
     host = find_host(group)
     dataset = load_once(spec, group, host)
-    slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
+    slot = agree_on_compute_slot(host)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=1)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
         setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)

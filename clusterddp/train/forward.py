@@ -103,11 +103,6 @@ def describe_images(spec: TrainSpec, dataset: Dataset) -> str:
     return f"images of {kept}x{kept} pixels{enlarged}{stem}"
 
 
-def count_devices(forward: nn.Module) -> int:
-    """Count the devices that one rank's forward pass works on."""
-    return len(forward.device_ids) if isinstance(forward, nn.DataParallel) else 1
-
-
 def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: TrainSpec, precision: str) -> float:
     """Compile `module` by one forward and backward pass that leaves `model` unchanged, even where it fails.
 

@@ -138,16 +138,9 @@ def synchronise_ranks(state: TrainState, setting: Setting) -> None:
 def report(window: Window, state: TrainState, setting: Setting) -> None:
     """Report the window's steps and begin the next window."""
     schedule = setting.schedule
-    found = state.meter.read(
-        window,
-        last_step=state.step,
-        precision=state.precision,
-        bytes_per_step=state.exchange.bytes_sent_per_step,
-    )
+    found = state.meter.read(window, last_step=state.step, bytes_per_step=state.exchange.bytes_sent_per_step)
     state.train_seconds += found.seconds
     state.totals.add(found.totals)
-    if found.message:
-        setting.reporter.log(found.message)
     samples = window.steps * schedule.global_batch
     setting.reporter.train(
         TrainReport(

@@ -24,10 +24,10 @@ from clusterddp.system.processes import read_age_s
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.compute_slots import agree_on_compute_slot, keep_freed_memory, return_freed_memory
+from clusterddp.train.compute_slots import agree_on_compute_slot, keep_memory_that_is_there, return_freed_memory
 from clusterddp.train.device import RankVariables, synchronize
 from clusterddp.train.group import join_group, leave_group
-from clusterddp.train.host import find_host, load_once
+from clusterddp.train.host import Host, find_host, load_once
 from clusterddp.train.loop import train
 from clusterddp.train.report.reporter import Reporter, describe_end
 from clusterddp.train.spec import TrainSpec
@@ -52,9 +52,9 @@ def main(environ: Mapping[str, str]) -> None:
     host = find_host(group)
     dataset = load_once(spec, group, host)
     start_up.mark("data")
-    slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
-    if group.device.type == "cpu":
-        return_freed_memory() if slot.returns_memory else keep_freed_memory()
+    slot = agree_on_compute_slot(host)
+    if host is not None:
+        return_freed_memory()
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
         setting = prepare(
             spec,
@@ -65,7 +65,7 @@ def main(environ: Mapping[str, str]) -> None:
             slot=slot,
             stop_requested=looking_at(assignment.stop_file),
         )
-        state = train(setting, after_step=partial(start_up.after_step, reporter, group.device))
+        state = train(setting, after_step=partial(start_up.after_step, reporter, group.device, host))
         if not state.finished(setting.schedule):
             confirm_stopped(state, assignment, setting)
         else:
@@ -114,9 +114,10 @@ class StartUp:
         self._phases[phase] = round(age - self._until, 3)
         self._until = age
 
-    def after_step(self, reporter: Reporter, device: torch.device) -> None:
-        """Report the end of the first step, which on a GPU is later than its launch."""
+    def after_step(self, reporter: Reporter, device: torch.device, host: Host | None) -> None:
+        """Report the end of the first step, which on a GPU is later than its launch; then keep its memory."""
         if self.seconds is None:
+            keep_memory_that_is_there(host)
             synchronize(device)
             self.mark("first_step")
             self.seconds = self._until

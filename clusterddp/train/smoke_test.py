@@ -96,7 +96,7 @@ def _check_training(assignment: Assignment, variables: RankVariables, group: Gro
         dataset = load_once(spec, group, host)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=spec.keep_checkpoints)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
-        slot = agree_on_compute_slot(spec, host, image_size=dataset.image_size)
+        slot = agree_on_compute_slot(host)
         setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)
         images = setting.schedule.global_batch
         with _reported(variables, f"{spec.model} takes a step of {images:,} images on {group.device.type}"):

@@ -18,7 +18,6 @@ from clusterddp.train.group import Group, gather_on_first
 from clusterddp.train.host_copy import copy_to_host, cut_apart
 from clusterddp.train.optim import Schedule
 from clusterddp.train.report.figures import Meter, Totals, figures_of
-from clusterddp.train.report.flops import read_peak
 
 if TYPE_CHECKING:
     from clusterddp.train.spec import TrainSpec
@@ -63,15 +62,10 @@ class TrainState:
 
     def figures(self, totals: Totals, images_per_s: float) -> dict[str, Any]:
         """Return the figures of a window or of the run, with the conditions of its steps."""
-        group = self.meter.group
-        peak = read_peak(group.device, self.precision)
         return figures_of(
             totals,
             images_per_s,
-            world_size=group.world_size,
-            flop_per_image=self.meter.flop_per_image,
-            peak_tflop_per_s=self.meter.peak_tflop_per_s,
-            peak_source=peak.source if peak else None,
+            world_size=self.meter.group.world_size,
             precision=self.precision,
             comm=self.exchange.label,
             exact=self.exchange.exact,

@@ -17,9 +17,7 @@ _MOST_DOTS = 60
 _LOG_RATIO = 200.0
 """From this ratio of the highest loss to the lowest on, losses are drawn on a logarithmic scale."""
 _ORDER = ("loss", "accuracy", "lr", "images_per_s", "step_ms.p50")
-_REPEATS = frozenset(
-    ["step_ms.p95", "step_ms.max", "images_per_s_per_rank", "tflop_per_s", "peak_tflop_per_s", "comm_bytes_per_step"]
-)
+_REPEATS = frozenset(["step_ms.p95", "step_ms.max", "images_per_s_per_rank", "comm_bytes_per_step"])
 _TITLES = {
     "loss": "Loss",
     "accuracy": "Accuracy",
@@ -33,8 +31,6 @@ _TITLES = {
     "comm_exposed_percent": "Waiting for other ranks (% of step)",
     "memory_peak_mb": "Memory, peak (MB)",
     "straggler_spread": "Slowest rank by median of the others",
-    "mfu_percent": "Model FLOPs utilisation (%)",
-    "tflop_per_s": "TFLOP/s",
 }
 
 

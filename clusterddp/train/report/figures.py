@@ -1,4 +1,4 @@
-"""The figures of a window of steps and of a whole run, over all ranks: loss, speed, waiting, arithmetic, memory.
+"""The figures of a window of steps and of a whole run, over all ranks: loss, speed, waiting, memory, stragglers.
 
 `StepClock` has this rank's times. `Meter.read` adds up those of all ranks in one all-reduce, into the `Totals` of the
 window. `figures_of` makes the figures of a row in metrics.jsonl from these, and those of summary.json from the run's.
@@ -6,27 +6,114 @@ window. `figures_of` makes the figures of a row in metrics.jsonl from these, and
 
 from __future__ import annotations
 
+import itertools
 import math
 import resource
 import statistics
 import sys
 import time
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.metrics import reached
+from clusterddp.train.device import synchronize
 from clusterddp.train.group import Group, sum_over_ranks
-from clusterddp.train.report.flops import count_flops, read_peak
-from clusterddp.train.report.step_clock import StepClock
-from clusterddp.train.report.straggler import StragglerWatch, find_slowest
 
 _BIN = math.log(1.01)  # step times of a run are kept to one part in a hundred, so that their number does not grow
 _ACCURACIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99)
+_STRAGGLER = 1.25
+"""Times the others' median, from which on a rank is a straggler."""
+
+StepEvent = Literal["step", "load_begin", "load_end", "wait_begin", "wait_end", "step_end"]
+"""`step`: a step begins. `load_*`: around taking and augmenting a micro-batch. `wait_*`: around waiting for the other
+ranks with nothing else to do. `step_end`: the step is done."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepTimes:
+    """Times of some steps, in ms."""
+
+    steps_ms: list[float]
+    """Each step, up to the beginning of the next one."""
+    busy_ms: list[float]
+    """Each step without the time in which this rank waited for the other ranks."""
+    data_ms: float
+    """All steps together: taking and augmenting images."""
+    exposed_ms: float
+    """All steps together: waiting for the other ranks with nothing else to do, the transfer included."""
+
+
+class StepClock:
+    """Records events of steps: with this process's clock on a CPU, with CUDA events in the stream on a GPU.
+
+    Recording waits for nothing; `read` waits.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._events: list[tuple[StepEvent, Any]] = []
+        self._spare: list[torch.cuda.Event] = []
+
+    def follow(self, model: nn.Module) -> None:
+        """Record `wait_begin` in each backward pass of `model`, when its last gradient is complete.
+
+        That is the first trained parameter's: gradients are computed from the last layer to the first.
+        """
+        first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
+
+        def record(parameter: Tensor) -> None:
+            self.record("wait_begin")
+
+        first.register_post_accumulate_grad_hook(record)  # type: ignore[no-untyped-call]
+
+    def record(self, event: StepEvent) -> None:
+        if self._device.type != "cuda":
+            self._events.append((event, time.perf_counter()))
+            return
+        at: Any = self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        at.record()
+        self._events.append((event, at))
+
+    def read(self) -> StepTimes:
+        """Return the times of all steps since the last reading; on a GPU this waits until they are done."""
+        self.record("step")  # the end of the last one
+        synchronize(self._device)
+        events, self._events = self._events, []
+        times = times_of([(event, self._ms(events[0][1], at)) for event, at in events])
+        if self._device.type == "cuda":
+            self._spare.extend(at for _, at in events)
+        return times
+
+    def _ms(self, start: Any, end: Any) -> float:
+        if self._device.type == "cuda":
+            return float(start.elapsed_time(end))
+        return 1000.0 * float(end - start)
+
+
+def times_of(events: list[tuple[StepEvent, float]]) -> StepTimes:
+    """Compute the times from events, each at its time in ms, the last of which ends the last step."""
+    begins = [at for event, at in events if event == "step"]
+    busy: list[float] = []
+    data = exposed = waited = 0.0
+    last: dict[StepEvent, float] = {}
+    for event, at in events:
+        if event == "step":
+            last, waited = {}, 0.0
+        elif event == "load_end":
+            data += at - last["load_begin"]
+        elif event == "wait_end" and "wait_begin" in last:
+            waited += at - last["wait_begin"]
+        elif event == "step_end":
+            busy.append(at - last["step"] - waited)
+            exposed += waited
+        last[event] = at
+    steps = [end - begin for begin, end in itertools.pairwise(begins)]
+    return StepTimes(steps_ms=steps, busy_ms=busy, data_ms=data, exposed_ms=exposed)
 
 
 class Window:
@@ -71,7 +158,7 @@ class Totals:
     bins: dict[int, int] = field(default_factory=dict)
     """How many steps took 1.01 to the power of the key, in ms."""
     straggler: dict[str, Any] | None = None
-    """The slowest rank that was reported as a straggler."""
+    """The rank that was slow in two windows in a row, and how many times as long as the others it took."""
     time_to_accuracy: dict[str, float] = field(default_factory=dict)
     """Seconds in steps until an evaluation first reached this accuracy, written with two digits."""
 
@@ -100,42 +187,32 @@ class WindowFigures:
     hits: float
     seconds: float
     totals: Totals
-    message: str | None
-    """News of a straggler, for the log."""
 
 
 class Meter:
     """Measures the steps of one rank, and reads a window of all ranks."""
 
-    def __init__(
-        self, model: nn.Module, image_shape: tuple[int, int, int], group: Group, *, num_devices: int = 1
-    ) -> None:
-        """`image_shape`: channel, height and width of what `model` is trained with; `num_devices`: of each rank."""
+    def __init__(self, model: nn.Module, group: Group) -> None:
         self.clock = StepClock(group.device)
         self.clock.follow(model)
-        self.flop_per_image = count_flops(model, torch.zeros(1, *image_shape, device=group.device))
-        self.peak_tflop_per_s: float | None = None
-        """Of all ranks' devices together; None before the first window, and when one of them is not known."""
         self._model = model
-        self._watch = StragglerWatch(group)
+        self._suspect: int | None = None
+        """The rank that was slow in the last window."""
         self.group = group
-        self._num_devices = num_devices
 
-    def read(self, window: Window, *, last_step: int, precision: str, bytes_per_step: float) -> WindowFigures:
+    def read(self, window: Window, *, last_step: int, bytes_per_step: float) -> WindowFigures:
         """Add up the window over the ranks; this waits for the device, so the time is that of finished steps.
 
         Raises: ClusterddpError: a loss, or a gradient of the last step, is not finite.
         """
         group = self.group
         times = self.clock.read()
-        peak = read_peak(group.device, precision)
         own = [
             statistics.median(times.busy_ms),  # the median: one slow step makes no straggler
             sum(times.steps_ms),
             times.data_ms,
             times.exposed_ms,
             read_memory_peak_mb(group.device),
-            self._num_devices * peak.tflop_per_s if peak else 0.0,
         ]
         reached.step, reached.own_step_s = last_step, own[0] / 1e3
         rows = torch.zeros(group.world_size, len(own), dtype=torch.float64)
@@ -149,18 +226,15 @@ class Meter:
         means = (losses[: window.steps] / group.world_size).tolist()
         _check_finite(means, norm.item(), last_step=last_step)
         seconds = time.perf_counter() - window.began
-        totals, message = self._sum_up(numbers.view_as(rows).tolist(), times.steps_ms, bytes_per_step)
-        return WindowFigures(
-            loss=sum(means) / len(means), hits=hits.item(), seconds=seconds, totals=totals, message=message
-        )
+        totals = self._sum_up(numbers.view_as(rows).tolist(), times.steps_ms, bytes_per_step)
+        return WindowFigures(loss=sum(means) / len(means), hits=hits.item(), seconds=seconds, totals=totals)
 
-    def _sum_up(
-        self, ranks: list[list[float]], steps_ms: list[float], bytes_per_step: float
-    ) -> tuple[Totals, str | None]:
+    def _sum_up(self, ranks: list[list[float]], steps_ms: list[float], bytes_per_step: float) -> Totals:
         """Make a window's totals of each rank's numbers (as `read` lists them) and this rank's steps."""
-        busy_ms, sums_ms, data_ms, exposed_ms, memory_mb, peaks = (list(column) for column in zip(*ranks, strict=True))
-        message = self._watch.look(busy_ms)
-        self.peak_tflop_per_s = sum(peaks) if all(peaks) else None
+        busy_ms, sums_ms, data_ms, exposed_ms, memory_mb = (list(column) for column in zip(*ranks, strict=True))
+        slowest, ratio = find_slowest(busy_ms)
+        slow = slowest if ratio >= _STRAGGLER else None
+        confirmed, self._suspect = slow is not None and slow == self._suspect, slow
         totals = Totals(
             steps=len(steps_ms),
             steps_ms=sum(sums_ms),
@@ -168,29 +242,28 @@ class Meter:
             exposed_ms=sum(exposed_ms),
             memory_mb=max(memory_mb),
             bytes_sent=bytes_per_step * len(steps_ms),
-            spread=find_slowest(busy_ms)[1] * len(steps_ms),
-            straggler=None if self._watch.named is None else asdict(self._watch.named),
+            spread=ratio * len(steps_ms),
+            straggler={"rank": slowest, "ratio": ratio} if confirmed else None,
         )
         for step_ms in steps_ms:
             key = round(math.log(max(step_ms, 1e-6)) / _BIN)
             totals.bins[key] = totals.bins.get(key, 0) + 1
-        return totals, message
+        return totals
 
 
-def figures_of(
-    totals: Totals,
-    images_per_s: float,
-    *,
-    world_size: int,
-    flop_per_image: int,
-    peak_tflop_per_s: float | None,
-    **conditions: Any,
-) -> dict[str, Any]:
+def find_slowest(busy_ms: list[float]) -> tuple[int, float]:
+    """Return the slowest rank, and how many times as long as the median of the other ranks it takes."""
+    rank = max(range(len(busy_ms)), key=busy_ms.__getitem__)
+    others = busy_ms[:rank] + busy_ms[rank + 1 :]
+    median = statistics.median(others) if others else busy_ms[rank]
+    return rank, busy_ms[rank] / median if median > 0 else 1.0
+
+
+def figures_of(totals: Totals, images_per_s: float, *, world_size: int, **conditions: Any) -> dict[str, Any]:
     """Return the figures of a window or a run as metrics.jsonl and summary.json have them; docs/metrics.md explains.
 
     `conditions`: what else the steps ran with, under its key in the row.
     """
-    tflop_per_s = images_per_s * flop_per_image / 1e12
     return {
         "images_per_s": images_per_s,
         "images_per_s_per_rank": images_per_s / world_size,
@@ -198,9 +271,6 @@ def figures_of(
         "data_wait_percent": _percent(totals.data_ms, totals.steps_ms),
         "comm_exposed_percent": 0.0 if world_size == 1 else _percent(totals.exposed_ms, totals.steps_ms),
         "comm_bytes_per_step": round(totals.bytes_sent / max(1, totals.steps)),
-        "tflop_per_s": round(tflop_per_s, 6),
-        "mfu_percent": None if peak_tflop_per_s is None else _percent(tflop_per_s, peak_tflop_per_s),
-        "peak_tflop_per_s": peak_tflop_per_s,
         "memory_peak_mb": round(totals.memory_mb, 1),
         "straggler_spread": round(totals.spread / max(1, totals.steps), 3),
         "straggler": totals.straggler,

@@ -212,9 +212,9 @@ def test_gpu_check_and_its_page_name_what_is_missing(tmp_path: Path) -> None:
 def test_a_report_becomes_a_table_of_the_docs() -> None:
     findings = [probed("environment", GPU), probed("train", TRAINING)]
     deep = {"ranks": 8} | measured(findings)
-    speed = [{"what": "jobs/a.yaml", "images_per_s": 1000.0, "step_ms": 2.0, "mfu_percent": 31.5}]
+    speed = [{"what": "jobs/a.yaml", "images_per_s": 1000.0, "step_ms": 2.0}]
     machine = {"torch": "2.13.0", "date": "2026-11-25", "commit": "abcdef0"}
     report = {"deep": deep, "machine": machine, "tests": {"passed": 3, "failed": []}, "speed": speed}
     lines = list(trainer_table.gpu_check_rows(json.loads(json.dumps(report))))
     assert lines[0].startswith("8 x NVIDIA H100, driver 580.10, torch 2.13.0, NCCL 2.28.9;")
-    assert "| jobs/a.yaml | 1000.0 | 2.0 | 31.5 |  |" in lines
+    assert "| jobs/a.yaml | 1000.0 | 2.0 |  |" in lines

@@ -1,10 +1,10 @@
-"""Whose killed processes are counted: files that look as the kernel's do, in both versions of control groups."""
+"""Counts of killed processes, and free memory, from files that look as the kernel's do, in both versions of groups."""
 
 from pathlib import Path
 
 import pytest
 
-from clusterddp.facts.memory import count_oom_kills, explain_oom_kill
+from clusterddp.facts.memory import count_oom_kills, explain_oom_kill, free_bytes
 
 STEP = "slurm/uid_7/job_12/step_0/task_3"
 
@@ -43,3 +43,51 @@ def test_without_a_job_the_host_s_kills_count(tmp_path):
     (tmp_path / "vmstat").write_text("oom_kill 4\n")
     (tmp_path / "cgroup").write_text("0::/user.slice\n")
     assert count_oom_kills(tmp_path / "cgroup", tmp_path, tmp_path / "vmstat") == 4
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "expected"),
+    [
+        ("0::/user/job\n", {}, 3000 * 1024),
+        ("0::/user/job\n", {"user/job/memory.max": "max", "user/job/memory.current": "9"}, 3000 * 1024),
+        (
+            "0::/user/job\n",
+            {
+                "user/memory.max": "1000000",
+                "user/memory.current": "900000",
+                "user/memory.stat": "anon 500000\nactive_file 1000\ninactive_file 300000\n",
+                "user/job/memory.max": "2000000",
+                "user/job/memory.current": "100000",
+            },
+            1000000 - 900000 + 301000,
+        ),
+        (
+            "4:memory:/job\n3:cpu:/job\n0::/\n",
+            {
+                "memory/job/memory.limit_in_bytes": "800000",
+                "memory/job/memory.usage_in_bytes": "500000",
+                "memory/job/memory.stat": "inactive_file 1\ntotal_inactive_file 200000\ntotal_active_file 5\n",
+                "memory/memory.limit_in_bytes": "9223372036854771712",
+                "memory/memory.usage_in_bytes": "7",
+            },
+            800000 - 500000 + 200005,
+        ),
+    ],
+    ids=["no group", "no limit", "version two", "version one"],
+)
+def test_free_memory_is_what_the_machine_and_all_its_control_groups_leave(
+    tmp_path: Path, own: str, files: dict[str, str], expected: int
+) -> None:
+    (tmp_path / "own").write_text(own)
+    (tmp_path / "meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    3000 kB\n")
+    for name, text in files.items():
+        path = tmp_path / "cgroup" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    assert free_bytes(tmp_path / "meminfo", tmp_path / "own", tmp_path / "cgroup") == expected
+
+
+def test_free_memory_is_known_on_this_machine() -> None:
+    free = free_bytes()
+    assert free is not None
+    assert 0 < free < 2**50
