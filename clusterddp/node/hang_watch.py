@@ -19,9 +19,9 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.failure import Failure
-from clusterddp.node.history import log
-from clusterddp.node.log import log_line
+from clusterddp.node.log import log, log_line
 from clusterddp.node.node_stacks import LOOK_EVERY_S
+from clusterddp.node.question import Question
 from clusterddp.node.rank_probe import PATIENCE_S
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir, RunDir
@@ -83,13 +83,11 @@ def failure_of_hang(hang: Hang, gang: Gang) -> Failure:
     return Failure(cause=cause, restartable=True)
 
 
-@dataclass(slots=True)
-class _Collection:
+@dataclass(kw_only=True, slots=True)
+class _Stacks(Question):
     """Stacks that are being collected."""
 
     id: str
-    due: float
-    awaited: set[int]
     ranks: list[RankStack] = field(default_factory=list)
 
 
@@ -102,7 +100,7 @@ class HangWatch:
         self._attempt = attempt
         self._send = send
         self._request_look_at = 0.0
-        self._collection: _Collection | None = None
+        self._collection: _Stacks | None = None
         self._silence = Silence(gang, run)
         self._next_at = 0.0
         self._last: StackReport | None = None
@@ -128,11 +126,10 @@ class HangWatch:
         """
         collection = self._collection
         if collection is not None:
-            collection.awaited &= set(nodes)
-            if not collection.awaited or now >= collection.due:
-                self._collection = None
-                return self._take(collection, running, now)
-            return None
+            if not collection.is_over(nodes, now):
+                return None
+            self._collection = None
+            return self._take(collection, running, now)
         if now >= self._request_look_at:
             self._request_look_at = now + _REQUEST_LOOK_S
             if (wanted := take_request(self._attempt)) is not None:
@@ -151,12 +148,10 @@ class HangWatch:
         return None
 
     def _collect(self, report_id: str, nodes: Iterable[int], now: float) -> None:
-        awaited = set(nodes)
-        self._collection = _Collection(id=report_id, due=now + _ANSWER_S, awaited=awaited)
-        for node_rank in sorted(awaited):
-            self._send(node_rank, {"kind": "stacks", "id": report_id})
+        self._collection = _Stacks(id=report_id, due=now + _ANSWER_S, awaited=set(nodes))
+        self._collection.send({"kind": "stacks", "id": report_id}, self._send)
 
-    def _take(self, collection: _Collection, running: set[int], now: float) -> Hang | None:
+    def _take(self, collection: _Stacks, running: set[int], now: float) -> Hang | None:
         """Write a report that a command asked for; judge one of our own, and write it if it is a hang."""
         report = self._report_of(collection, running)
         if not collection.id.startswith("hang-"):
@@ -178,7 +173,7 @@ class HangWatch:
         log(self._run, "hang", attempt=self._attempt.number, **self._hang.facts())
         return self._hang
 
-    def _report_of(self, collection: _Collection, running: set[int]) -> StackReport:
+    def _report_of(self, collection: _Stacks, running: set[int]) -> StackReport:
         gang = self._gang
         silent = [gang.nodes[node_rank] for node_rank in sorted(collection.awaited)]
         seen = {each.rank for each in collection.ranks}

@@ -8,32 +8,46 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills
-from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
-from clusterddp.node.history import RankRecords, new_record, with_end
+from clusterddp.network.connections import was_connected
+from clusterddp.network.nccl_log import Transport, merge, read_transport
+from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
+from clusterddp.node.log import log_line
 from clusterddp.node.node_stacks import NodeStacks
 from clusterddp.node.node_usage import NodeUsage
 from clusterddp.node.rank import ENDING
-from clusterddp.node.rank_network import find_rank_network
+from clusterddp.node.rank_network import RankNetwork, find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, plan_launch
-from clusterddp.node.rank_watch import ConnectionWatch, LocalAttempt, LocalEnding, NcclWatch
 from clusterddp.ranks.environment import rank_cookies
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Cleanup
-from clusterddp.run.directory import RunDir, make_attempt_dirs
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.preload import find_preload
+from clusterddp.run.record import RankRecord, write_rank
 from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
 from clusterddp.system.files import is_file
-from clusterddp.system.storage import is_outage
+from clusterddp.system.processes import is_stopped
+from clusterddp.system.storage import is_outage, storage_timeout_s
 
 TERM_GRACE_S = 1.0
 """The time between SIGTERM and SIGKILL when the gang is ended."""
+_CONNECTIONS_FIRST_S = 1.0
+_CONNECTIONS_EVERY_S = 20.0
+"""The kernel lists a connection for 60 s after its end, unless it was reset."""
+_NCCL_FIRST_S, _NCCL_LAST_S = 2.0, 300.0
+"""After the start of the ranks: NCCL chooses when they first communicate, and opens links as it needs them."""
+_MAX_NCCL_BYTES = 1 << 20
+_STOPPED_EVERY_S = 5.0
+"""A rank is reported that is stopped at two looks: the ranks of a suspended job may resume a moment after us."""
 
 
 class LocalRanks:
@@ -272,3 +286,172 @@ class LocalRanks:
     def _fail(self, error: str) -> None:
         # It may follow from the end of a rank, which was reported first; of two equal failures the first one counts.
         self._report({"kind": "failed", "error": error, "weight": OWN})
+
+
+class RankRecords:
+    """The records of a node's ranks that are not written yet."""
+
+    def __init__(self) -> None:
+        self._unwritten: dict[tuple[AttemptDir, int], RankRecord] = {}
+        self._write_by = float("inf")
+        """When the storage must have taken all records, once it has refused one."""
+
+    def put(self, attempt: AttemptDir, *records: RankRecord) -> None:
+        """Add records; a newer one of the same rank replaces an older one."""
+        self._unwritten |= {(attempt, record.rank): record for record in records}
+
+    def write(self, now: float) -> bool:
+        """Write all records; False when the storage refuses one, and the write is to be retried.
+
+        Raises: ClusterddpError: the storage has refused for the storage timeout; the records are dropped.
+        """
+        try:
+            for attempt, rank in list(self._unwritten):
+                write_rank(attempt, self._unwritten[attempt, rank])
+                del self._unwritten[attempt, rank]
+        except ClusterddpError:
+            self._write_by = min(self._write_by, now + storage_timeout_s())
+            if now < self._write_by:
+                return False
+            self._unwritten.clear()
+            raise
+        self._write_by = float("inf")
+        return True
+
+
+def new_record(rank: int, pid: int, node: Node, network: RankNetwork, master_port: int) -> RankRecord:
+    """Return the record of a rank that has just started."""
+    return RankRecord(
+        rank=rank,
+        node_rank=node.node_rank,
+        local_rank=node.ranks.index(rank),
+        host=node.host,
+        pid=pid,
+        interface=network.interface,
+        master_addr=network.gang.master_addr,
+        master_port=master_port,
+        started=time.time(),
+    )
+
+
+def with_end(record: RankRecord, end: RankEnd) -> RankRecord:
+    """Return the record of a rank that has ended."""
+    error = "ended with the gang" if end.on_order and end.signal is not None else end.error
+    return dataclasses.replace(
+        record, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
+    )
+
+
+class ConnectionWatch:
+    """Looks for a connection of this node's ranks to the master: ranks that never connect train apart."""
+
+    def __init__(self, address: str, port: int, now: float) -> None:
+        self._address = address
+        self._port = port
+        self._wait_s = _CONNECTIONS_FIRST_S
+        self._next = now + self._wait_s
+        self.seen = False
+        """True also where it cannot be known."""
+
+    def tick(self, now: float) -> None:
+        """Look when it is due, until a connection was seen."""
+        if not self.seen and now >= self._next:
+            self._wait_s = min(2 * self._wait_s, _CONNECTIONS_EVERY_S)
+            self._next = now + self._wait_s
+            self.look()
+
+    def look(self) -> None:
+        """Look now."""
+        self.seen = self.seen or was_connected(self._address, self._port) is not False
+
+
+class NcclWatch:
+    """Reads the transport from NCCL's logs, at growing intervals; it changes as NCCL opens links."""
+
+    def __init__(self, logs: Sequence[Path], now: float) -> None:
+        self._logs = logs
+        self._begun = now
+        self._look_at = now + _NCCL_FIRST_S
+        self._last: Transport | None = None
+
+    def look(self, now: float) -> Transport | None:
+        """Return the transport when it is new."""
+        if now < self._look_at or now > self._begun + _NCCL_LAST_S:
+            return None
+        self._look_at = now + max(_NCCL_FIRST_S, (now - self._begun) / 2)
+        found = [transport for log in self._logs if (transport := read_transport(_read(log)))]
+        if len(found) < len(self._logs) or (merged := merge(found)) == self._last:
+            return None
+        self._last = merged
+        return merged
+
+
+class StoppedRanks:
+    """Finds ranks that SIGSTOP has stopped: they hold up the whole gang, and no error reports it."""
+
+    def __init__(self) -> None:
+        self._look_at = 0.0
+        self._seen: frozenset[int] = frozenset()
+
+    def look(self, records: Sequence[RankRecord], now: float) -> list[RankRecord]:
+        """Return, and log, the records that change: their ranks were stopped, or have resumed."""
+        if now < self._look_at:
+            return []
+        self._look_at = now + _STOPPED_EVERY_S
+        changed = []
+        seen = {record.rank for record in records if is_stopped(record.pid)}
+        for record in records:
+            if record.rank in seen & self._seen and record.stopped is None:
+                changed.append(dataclasses.replace(record, stopped=time.time()))
+            elif record.rank not in seen and record.stopped is not None:
+                changed.append(dataclasses.replace(record, stopped=None))
+        for record in changed:
+            what = "was stopped by a signal" if record.stopped else "goes on"
+            log_line(f"rank {record.rank} (pid {record.pid}) {what}")
+        self._seen = frozenset(seen)
+        return changed
+
+
+def _read(log: Path) -> str:
+    with contextlib.suppress(OSError):
+        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            return file.read(_MAX_NCCL_BYTES).decode(errors="replace")
+    return ""
+
+
+@dataclass(slots=True)
+class LocalEnding:
+    """The end of the node's ranks, once it is ordered."""
+
+    kill_at: float
+    give_up_at: float
+    cleanup: Cleanup
+    killed: bool = False
+
+
+@dataclass(slots=True)
+class LocalAttempt:
+    """The node's part of the attempt that runs now."""
+
+    dir: AttemptDir
+    network: RankNetwork
+    master_port: int
+    oom_kills: int | None
+    watch: ConnectionWatch
+    running: set[int] = field(default_factory=set)
+    """Ranks that have started and whose end was not reported."""
+    records: dict[int, RankRecord] = field(default_factory=dict)
+    started: bool = False
+    """True once all ranks have started, and the head has the report."""
+    stop_seen: bool = False
+    stop_wanted: str | None = None
+    """The reason of a request to stop that the run's storage, which is away, has not taken yet."""
+    ending: LocalEnding | None = None
+    stopped: StoppedRanks = field(default_factory=StoppedRanks)
+    nccl: NcclWatch | None = None
+
+    @property
+    def pids(self) -> dict[int, int]:
+        """Of the ranks that run, none of which was reaped."""
+        return {rank: self.records[rank].pid for rank in self.running}

@@ -1,4 +1,4 @@
-"""A supervisor's own log: `launcher/supervisor-<node>.log`."""
+"""What a supervisor logs: its own log, `launcher/supervisor-<node>.log`, and the history of the run."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ import contextlib
 import os
 import sys
 import time
+from typing import Any
 
 from clusterddp.run.directory import RunDir
+from clusterddp.run.outcome import AttemptEnd
+from clusterddp.run.record import log_event
 
 
 def open_log(run: RunDir, node_rank: int) -> None:
@@ -27,3 +30,17 @@ def log_line(text: str) -> None:
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}\n")
         sys.stderr.flush()
+
+
+def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
+    """Log the end of an attempt, and which rank failed first if one did."""
+    if end.root_cause is not None:
+        log(run, "rank_failed", attempt=attempt, rank=end.root_cause.rank, error=end.root_cause.error)
+    facts: dict[str, Any] = {"outcome": end.outcome, "reason": end.reason, "will_restart": end.will_restart}
+    log(run, "attempt_ended", attempt=attempt, **facts)
+
+
+def log(run: RunDir, event: str, **facts: Any) -> None:
+    """Log an event in the supervisor's log and in the run's history."""
+    log_line(f"{event} {facts}")
+    log_event(run, event, **facts)

@@ -8,18 +8,19 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.py_spy import find_python, parse_py_spy, start_py_spy
+from clusterddp.node.processes import start_into_memory
 from clusterddp.node.stack_hook import MEMORY_PREFIX, STACKS, socket_name, stack_signal
 from clusterddp.run.stacks import Answer, Frame, RankStack, parse_answer, parse_stacks
 from clusterddp.system.files import read_regular
-from clusterddp.system.processes import find_descendants, read_command, read_state
+from clusterddp.system.processes import find_descendants, read_command, read_process, read_state
 
 PATIENCE_S = 3.0
 """How long a rank may take to write its stacks and to answer."""
@@ -36,6 +37,8 @@ _MAX_CHILDREN, _MAX_GROUPS, _MAX_FRAMES, _MAX_NAME = 6, 64, 60, 300
 _WAITS_FOR_PROGRAM = ("/clusterddp/node/command.py", "/torch/multiprocessing/spawn.py")
 _SOURCE_LINES = 12
 """Of so many frames the text of the line is read."""
+_PY_SPY_THREAD = re.compile(r"Thread (\d+)\b.*")
+_PY_SPY_FRAME = re.compile(r"    (.+?) \((.+):(\d+)\)")
 
 
 class AskedRank:
@@ -298,3 +301,44 @@ def _source_line(frame: Frame) -> str:
         return ""
     line = lines[frame.line - 1].strip().partition("  # ")[0] if 0 < frame.line <= len(lines) else ""
     return line if len(line) <= _MAX_SOURCE_LINE else f"{line[: _MAX_SOURCE_LINE - 3]}..."
+
+
+def find_python(children: Sequence[int]) -> int | None:
+    """Choose the process whose stacks say where a command is: the first Python that is no launcher of another program.
+
+    The workers of a DataLoader have the command line of their parent; what a launcher starts has another one.
+    """
+    commands = {pid: read_command(pid) for pid in children}
+    pythons = {pid: words for pid, words in commands.items() if words and PurePath(words[0]).name.startswith("python")}
+    parents = _parents(pythons)
+    launchers = {parents[pid] for pid, words in pythons.items() if pythons.get(parents[pid], words) != words}
+    return next((pid for pid in sorted(pythons) if pid not in launchers), None)
+
+
+def start_py_spy(pid: int) -> int | None:
+    """Start py-spy on a process; see `start_into_memory`."""
+    return start_into_memory("py-spy", "dump", "--nonblocking", "--full-filenames", "--pid", str(pid))
+
+
+def parse_py_spy(text: str) -> tuple[Frame, ...]:
+    """Return the main thread's frames, innermost first: of the thread whose number is the process's."""
+    lines = text.splitlines()
+    pid = lines[0].partition(":")[0].rpartition(" ")[2] if lines else ""
+    frames: list[Frame] = []
+    wanted = False
+    for line in lines:
+        if thread := _PY_SPY_THREAD.fullmatch(line):
+            wanted = thread[1] == pid
+        elif wanted and (found := _PY_SPY_FRAME.fullmatch(line)):
+            frames.append(Frame(file=found[2], line=int(found[3]), function=found[1]))
+    return tuple(frames)
+
+
+def _parents(pids: Mapping[int, object]) -> dict[int, int]:
+    parents = {}
+    for pid in pids:
+        try:
+            parents[pid] = read_process(pid).parent
+        except (OSError, ValueError):
+            parents[pid] = 0
+    return parents

@@ -72,8 +72,7 @@ def said_over_sockets() -> Iterator[Target]:
 
 
 def _link() -> Target:
-    from clusterddp.node.link import SUPERVISORS
-    from clusterddp.node.peer import Limits, Peer
+    from clusterddp.node.link import SUPERVISORS, Limits, Peer
     from clusterddp.rendezvous.client import Attempt
 
     limits = Limits(host_silence_s=30, heartbeat_timeout_s=60, spans_hosts=True)

@@ -6,12 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.allocation import PATIENCE_S, Allocation, Answer
 from clusterddp.node.attempt import Attempt, Restarts
-from clusterddp.node.clock import Clock
 from clusterddp.node.failure import Failure
-from clusterddp.node.gang_nodes import JoinedNodes
-from clusterddp.node.job_watch import Intent, JobWatch, apply_intent
+from clusterddp.node.head import JoinedNodes
+from clusterddp.node.job_watch import PATIENCE_S, Allocation, Answer, Intent, JobWatch, apply_intent
+from clusterddp.node.link import Clock
 from clusterddp.node.rank_network import choose_address
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd

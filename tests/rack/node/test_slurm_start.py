@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from clusterddp.network.port import walk_ports
-from clusterddp.node.reach import LINK_PORTS
+from clusterddp.node.supervisor import LINK_PORTS
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks

@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.network.socket_links import faster_networks, names_in, report_links
-from clusterddp.node.gang_nodes import JoinedNodes
+from clusterddp.node.head import JoinedNodes
 from clusterddp.node.rank_network import find_rank_network
 from clusterddp.rendezvous.rank_messages import RanksMet, introduce_rank
 from clusterddp.spec.load import load_spec

@@ -9,10 +9,8 @@ import time
 import pytest
 
 from clusterddp.node.head import Head
-from clusterddp.node.head_server import HeadHere
-from clusterddp.node.link import SUPERVISORS, listen
-from clusterddp.node.peer import Limits
-from clusterddp.node.uplink import HeadElsewhere
+from clusterddp.node.link import SUPERVISORS, Limits, listen
+from clusterddp.node.uplink import HeadElsewhere, HeadHere
 from clusterddp.rendezvous.client import AuthenticatedAttempt, Search
 from clusterddp.rendezvous.server import Server
 from clusterddp.run.directory import RunDir

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from clusterddp.node.py_spy import find_python, parse_py_spy, start_py_spy
+from clusterddp.node.rank_probe import find_python, parse_py_spy, start_py_spy
 from tests.support.waiting import wait_until
 
 TEXT = """\

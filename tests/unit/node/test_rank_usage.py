@@ -13,8 +13,7 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.node.node_usage import NodeUsage, parse_apps, parse_gpus
-from clusterddp.node.pace import pace_of_collectives, pace_of_own_steps
-from clusterddp.node.usage_watch import UsageWatch
+from clusterddp.node.usage_watch import UsageWatch, pace_of_collectives, pace_of_own_steps
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.rank_usage import (

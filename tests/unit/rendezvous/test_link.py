@@ -10,9 +10,7 @@ import time
 
 import pytest
 
-from clusterddp.node.clock import MAX_TURN_S, Clock
-from clusterddp.node.link import PROCESS_ENDED, SUPERVISORS, listen
-from clusterddp.node.peer import Limits, Peer
+from clusterddp.node.link import MAX_TURN_S, PROCESS_ENDED, SUPERVISORS, Clock, Limits, Peer, listen
 from clusterddp.rendezvous.client import Attempt, Found, Search
 from clusterddp.rendezvous.connection import CLOSED, NOT_OURS, Connection, no_key
 from clusterddp.rendezvous.handshake import VERSION

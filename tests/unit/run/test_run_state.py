@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
-from clusterddp.node.gang_nodes import may_look_for_file
+from clusterddp.node.head import may_look_for_file
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
@@ -330,7 +330,7 @@ def test_a_command_may_look_for_the_stop_file_when_its_words_or_the_file_that_th
 def test_code_that_is_too_much_to_read_may_look_for_the_stop_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("clusterddp.node.gang_nodes._MAX_FILES", 3)
+    monkeypatch.setattr("clusterddp.node.head._MAX_FILES", 3)
     for number in range(5):
         (tmp_path / f"{number}.py").touch()
     assert may_look_for_file(Entry(kind="script", target="0.py", working_dir="/", code_dir=str(tmp_path))) is True
