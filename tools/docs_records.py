@@ -42,7 +42,6 @@ FORMS = {
     "hosts check HOST...": ("`healthy`, `hosts`", "-r '.hosts[] | select(.ok | not) | .fix'"),
     "submit SPEC": (_STARTED, "-r .run"),
     "join SPEC": ("as `submit`, on each machine", "-r .run_dir"),
-    "rerun RUN": (_STARTED, "-r .run"),
     "resume RUN": (_STARTED, "-r .job_id"),
     "cancel RUN...": ("`runs`: `run`, `result` or `error`", "-r '.runs[] | select(.error) | .run'"),
     "status RUN": (

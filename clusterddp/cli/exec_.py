@@ -78,7 +78,7 @@ def _find_running(run: RunDir, rank: int, terminal: Terminal) -> tuple[int, Rank
     if view.state is not RunState.RUNNING or view.attempt is None:
         hint = f"clusterddp status {run.name} shows when its ranks run"
         if view.finished:
-            hint = f"clusterddp logs {run.name} shows what it wrote; clusterddp rerun {run.name} starts it again"
+            hint = f"clusterddp logs {run.name} shows what it wrote; clusterddp submit {run.name} starts it again"
         raise UsageError(f"{run.name} has no running rank: it is {view.state.value}", hint=hint)
     record = read_rank(run.attempt(view.attempt), rank)
     if record is None or record.ended is not None:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_STARTING = frozenset({"submit", "rerun", "resume"})
+_STARTING = frozenset({"submit", "resume"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
 _LARGE_UPLOAD_BYTES = 5_000_000
 """From this size on an upload is worth a line."""
@@ -108,6 +108,11 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
     if code := _run(node, login_command, context, write_out=answer.extend):
         raise click.exceptions.Exit(code)
     return bytes(answer)
+
+
+def submit_again_at_login(there: Together) -> int:
+    """Run the current `submit` of an earlier run on the login node that has this run."""
+    return _run_same(there.node, click.get_current_context(), {"spec": there.names[0]})
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,10 +21,9 @@ _COMMANDS = {
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
     "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
     "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
-    "submit": ("submit", "Run", "start what a spec describes"),
+    "submit": ("submit", "Run", "start what a spec describes, or the spec of an earlier run again"),
     "manifest": ("import_", "Run", "print a Kubeflow PyTorchJob that runs a spec"),
     "join": ("join", "Run", "take part in a run; start it on each of its machines"),
-    "rerun": ("submit", "Run", "start the spec of an earlier run again"),
     "resume": ("submit", "Run", "continue a run from its newest checkpoint"),
     "worker": ("worker", "Run", "run one rank, started by torchrun, srun, mpirun, or by hand"),
     "cancel": ("runs", "Run", "end runs"),
@@ -51,6 +50,7 @@ _REMOVED: dict[str, str] = {
     "share": "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group",
     "explain": "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from",
     "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
+    "rerun": "clusterddp submit RUN starts the spec of an earlier run again",
     "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
 }
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""

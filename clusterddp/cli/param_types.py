@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import os
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,19 @@ class SpecPath(click.Path):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return value if value == "-" else super().convert(value, param, ctx)
+
+
+class SpecOrRun(SpecPath):
+    """The path of a spec, or a run whose spec is meant."""
+
+    def __init__(self) -> None:
+        click.Path.__init__(self, path_type=Path)
+
+    def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        """Complete with files, and with runs where no file begins so."""
+        is_file = not incomplete or any(Path().glob(f"{glob.escape(incomplete)}*"))
+        runs = [] if is_file else RunName().shell_complete(ctx, param, incomplete)
+        return runs or super().shell_complete(ctx, param, incomplete)
 
 
 class HostName(click.types.StringParamType):

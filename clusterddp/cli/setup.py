@@ -135,7 +135,7 @@ def say_result(run: RunDir, terminal: Terminal) -> None:
     for what, text in (
         ("what happened, rank by rank", f"clusterddp status {where}"),
         ("what rank 0 wrote", f"clusterddp logs {where}"),
-        ("the same with four ranks", f"clusterddp rerun {where} resources.procs_per_node=4 --wait"),
+        ("the same with four ranks", f"clusterddp submit {where} resources.procs_per_node=4 --wait"),
         ("a spec of your own", "clusterddp init"),
     ):
         say(f"  {what:<28} {text}")

@@ -1,9 +1,10 @@
-"""Commands that start ranks: submit, rerun, resume."""
+"""Commands that start ranks: submit, resume."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import os
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -20,17 +21,16 @@ from clusterddp.cli.arguments import (
     command,
     place_options,
     plan_options,
-    spec_arguments,
     start_options,
 )
-from clusterddp.cli.login import profile_option, start_at_login, works_at_login
-from clusterddp.cli.param_types import KeyValue, RunName
+from clusterddp.cli.login import node_of_all, profile_option, start_at_login, submit_again_at_login, works_at_login
+from clusterddp.cli.param_types import KeyValue, RunName, SpecOrRun
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
 from clusterddp.cli.watch import stay_with
-from clusterddp.errors import PreflightError, UsageError
+from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
 from clusterddp.login.node import find_node
 from clusterddp.run.directory import RunDir
-from clusterddp.run.find import find_run
+from clusterddp.run.find import find_run, is_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 
 
 @command("submit")
-@spec_arguments
+@click.argument("spec", metavar="SPEC|RUN", type=SpecOrRun())
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @place_options
 @plan_options
 @start_options
@@ -66,10 +67,14 @@ def submit(
 ) -> int:
     """Start what a spec describes; - reads it from stdin. Ctrl-C while it waits does not stop the run.
 
+    With the name of an earlier run: its spec again, as a new run, started where that one was, with the code that lies
+    there now.
+
     \b
     clusterddp submit job.yaml                                run it, return at once
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
     clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each: a queue, or a Slurm job array
+    clusterddp submit brisk-otter-3 train.lr=0.2              an earlier run's spec again
     clusterddp submit job.yaml --cpu -n                       what would happen
     clusterddp submit job.yaml --smoke-test                   all ranks here, for one step
     clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
@@ -79,6 +84,10 @@ def submit(
 
     if smoke_test and not place.flags.get("launcher"):
         place = dataclasses.replace(place, launcher="local")
+    if is_run(spec, options.runs_dir):
+        if smoke_test or sweep:
+            raise UsageError(f"{spec}: --{'sweep' if sweep else 'smoke-test'} takes the file of a spec, not a run")
+        return _submit_again(terminal, str(spec), overrides=overrides, place=place, options=options, profile=profile)
     flags, hosts = place.flags, place.read_hosts()
     read = load_sweep(spec, overrides, sweep=sweep, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
     if smoke_test and read.keys:
@@ -95,22 +104,21 @@ def submit(
     return _carry_out(plan, terminal, options)
 
 
-@command("rerun")
-@works_at_login
-@click.argument("name", metavar="RUN", type=RunName())
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
-@place_options
-@plan_options
-@start_options
-@click.pass_obj
-def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: Place, options: StartOptions) -> int:
-    """Start the spec of an earlier run again, as a new run, with other values if given.
-
-    It starts where the earlier one was started, with the code that lies there now.
-    """
+def _submit_again(
+    terminal: Terminal,
+    name: str,
+    *,
+    overrides: tuple[str, ...],
+    place: Place,
+    options: StartOptions,
+    profile: str | None,
+) -> int:
+    """Start the spec of an earlier run again, where that one was started."""
     from clusterddp.spec.load import load_spec
 
-    parent = find_run(options.runs_dir, name)
+    if there := node_of_all([name], options.runs_dir, profile, terminal.environ):
+        return submit_again_at_login(there)
+    parent = _find_parent(options.runs_dir, name)
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
@@ -118,6 +126,17 @@ def rerun(terminal: Terminal, *, name: str, overrides: tuple[str, ...], place: P
     with _starting():
         plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name)
     return _carry_out(plan, terminal, options)
+
+
+def _find_parent(runs_dir: Path, name: str) -> RunDir:
+    """Find the run of a name. A spec's name is none: a file of it may be meant, whose ending was left out."""
+    try:
+        run = find_run(runs_dir, name)
+    except RunNotFoundError as error:
+        raise UsageError(f"{name}: no such file, and {error.message}", hint=error.hint) from None
+    if name != "@last" and os.sep not in name and not run.name.startswith(name):
+        raise UsageError(f"{name} is the name of a spec, not of a file or a run", hint=f"its newest run is {run.name}")
+    return run
 
 
 @command("resume")
@@ -161,7 +180,7 @@ def _confirm_start_over(run: RunDir) -> None:
         raise UsageError("nothing was started")
 
 
-COMMANDS = {"submit": submit, "rerun": rerun, "resume": resume}
+COMMANDS = {"submit": submit, "resume": resume}
 
 
 @contextlib.contextmanager

@@ -35,7 +35,7 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
     if fixed:
         raise UsageError(
             f"{plan.run}: resume goes on with the same {fixed[0]}, {then.get(fixed[0])}, not {now.get(fixed[0])}",
-            hint=f"clusterddp rerun {plan.run} {' '.join(overrides)} starts another run",
+            hint=f"clusterddp submit {plan.run} {' '.join(overrides)} starts another run",
         )
     _refuse_other_first_host(plan, other)
     # The place of the code stays, even where today a submit would run it in its own place.

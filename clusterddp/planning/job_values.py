@@ -28,7 +28,7 @@ _STOP_LEAD_S = 60.0
 
 
 def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
-    """Make local paths absolute, because ranks and `rerun` read the spec in other directories; paths on hosts stay."""
+    """Make local paths absolute, because ranks and `submit RUN` read the spec elsewhere; paths on hosts stay."""
     if job.notify and job.notify.command:
         command = job.notify.argv(working_dir)
         job = job.model_copy(update={"notify": job.notify.model_copy(update={"command": command})})

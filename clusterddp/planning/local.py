@@ -138,7 +138,7 @@ def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[N
         if len(wanted) > len(machine.gpus):
             raise PreflightError(
                 f"{name} runs on {len(wanted)} GPUs; this machine shows {len(machine.gpus)}",
-                hint="rerun with --cpu starts it on the CPU",
+                hint=f"clusterddp submit {name} --cpu starts it on the CPU",
             )
         wanted = _free_gpus(name, len(wanted), machine)
     free = iter(wanted)

@@ -60,6 +60,22 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     )
 
 
+def is_run(spec: Path | str, runs_dir: Path) -> bool:
+    """Return whether a word for a spec names a run: it is none of a file's, and no such file exists.
+
+    Raises: UsageError: there is such a file and such a run.
+    """
+    path = Path(spec)
+    if str(spec) == "-" or path.suffix in {".yaml", ".yml"}:
+        return False
+    if not path.exists() or path.is_dir():
+        return True
+    run = RunDir(runs_dir / path)
+    if path.parent == Path() and run.record.is_file():
+        raise UsageError(f"{path} is a file here and a run", hint=f"{path.absolute()} is the file, {run.path} the run")
+    return False
+
+
 def runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
     """Return the runs of the spec with this name that have not ended; when all have, the newest one."""
     named = [run for run in runs if _spec_name(run) == name]

@@ -80,7 +80,7 @@ class RunRecord:
     launcher: str
     created_ns: int
     parent: str | None = None
-    """The run that this one repeats (`rerun`)."""
+    """The run that this one repeats (`submit RUN`)."""
     job_id: str | None = None
     """The launcher's answer; None: not started, or the answer was lost. On Slurm it is in a `JobAnswer`."""
     submitter: dict[str, Any] = dataclasses.field(default_factory=dict)

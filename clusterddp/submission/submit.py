@@ -88,7 +88,7 @@ def resume(
     with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
-    instead = f"clusterddp rerun {run.name} repeats it; clusterddp resume {run.name} KEY=VALUE gives it more to do"
+    instead = f"clusterddp submit {run.name} repeats it; clusterddp resume {run.name} KEY=VALUE gives it more to do"
     refuse_resume(run, view, instead=instead, more=bool(overrides))
     refuse_foreign(run)
     if check is not None:
@@ -112,7 +112,7 @@ def refuse_foreign(run: RunDir) -> None:
     if owner != os.geteuid():
         raise UsageError(
             f"{run.name} belongs to another user (uid {owner}), whose plan would start programs as you",
-            hint=f"clusterddp rerun {run.name} starts its spec as a run of your own",
+            hint=f"clusterddp submit {run.name} starts its spec as a run of your own",
         )
 
 

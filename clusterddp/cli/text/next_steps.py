@@ -51,7 +51,7 @@ def _again(run: RunDir, address: str) -> tuple[str, str]:
         command, where = _BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
     else:
-        command = f"clusterddp {'resume' if goes_on else 'rerun'} {address}"
+        command = f"clusterddp {'resume' if goes_on else 'submit'} {address}"
     return ("go on" if goes_on else "try again", command)
 
 
@@ -69,4 +69,4 @@ def _further(run: RunDir, address: str) -> list[tuple[str, str]]:
         return []
     if plan.get("spec", {}).get("train") and has_checkpoint(run):
         return [("go further", f"clusterddp resume {address} train.epochs=N")]
-    return [("repeat", f"clusterddp rerun {address}")]
+    return [("repeat", f"clusterddp submit {address}")]

@@ -239,13 +239,13 @@ def test_a_bar_is_drawn_on_a_terminal_and_lines_elsewhere(place: Path) -> None:
     assert waiting.wait(20) == 130
 
 
-def test_rerun_is_a_new_run_that_names_the_old_one(place: Path) -> None:
+def test_a_run_that_is_submitted_again_is_a_new_run_that_names_the_old_one(place: Path) -> None:
     first = clusterddp(place, "submit", "job.yaml", FAILS, "--wait").stdout.strip()
     elsewhere = place / "elsewhere"
     elsewhere.mkdir()
     done = clusterddp(
         elsewhere,
-        "rerun",
+        "submit",
         str(place / "runs" / first),
         'entry.args=["0", none]',
         "--runs",

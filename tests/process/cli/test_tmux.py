@@ -187,4 +187,4 @@ def test_a_watched_run_is_drawn_anew_when_the_terminal_is_resized(tmux: Tmux, ru
     tmux.ask("wait-for", "over")
     lines = tmux.screen().split("\n")
     assert lines[0].startswith("calm-lynx-3 (test)  COMPLETED  local job 4711")
-    assert lines[-1] == "  repeat     clusterddp rerun calm-lynx-3"
+    assert lines[-1] == "  repeat     clusterddp submit calm-lynx-3"

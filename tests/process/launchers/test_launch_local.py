@@ -284,12 +284,12 @@ def test_a_stopped_run_is_resumed_as_its_next_attempt(start: Submitter) -> None:
     cancel(run)
 
 
-def test_a_completed_run_is_not_resumed_but_rerun(start: Submitter) -> None:
+def test_a_completed_run_is_not_resumed_but_submitted_again(start: Submitter) -> None:
     run = start(HELLO, resources="{}")
     wait(run, 30)
     with pytest.raises(UsageError, match="already completed") as refusal:
         resume(run)
-    assert f"clusterddp rerun {run.name} repeats it" in str(refusal.value.hint)
+    assert f"clusterddp submit {run.name} repeats it" in str(refusal.value.hint)
 
 
 def test_a_resume_needs_the_secrets_again(start: Submitter, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,7 +157,7 @@ def test_a_run_is_cancelled_and_resumed(laptop: Laptop) -> None:
 def test_a_run_is_repeated_with_the_code_that_was_sent(laptop: Laptop) -> None:
     run = laptop.submit("--wait")
     (laptop.path / "words.txt").write_text("changed\n")
-    assert laptop.ok("rerun", run, "--follow").splitlines()[1:] == ["here  as sent"]
+    assert laptop.ok("submit", run, "--follow").splitlines()[1:] == ["here  as sent"]
 
 
 def test_ctrl_c_leaves_the_run_alone(laptop: Laptop) -> None:

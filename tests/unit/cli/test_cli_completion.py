@@ -24,7 +24,7 @@ def test_states_and_orders_of_list_are_completed() -> None:
     assert completed("list", "--sort", incomplete="t") == ["time"]
 
 
-@pytest.mark.parametrize("words", [("submit", "job.yaml"), ("resume", "run-1"), ("rerun", "run-1"), ("doctor", "j")])
+@pytest.mark.parametrize("words", [("submit", "job.yaml"), ("resume", "run-1"), ("doctor", "j")])
 def test_keys_of_a_spec_are_completed_after_it(words: tuple[str, ...]) -> None:
     assert "train.lr=" in completed(*words, incomplete="train.l")
     assert completed(*words, "train.lr=0.2", incomplete="resources.nod") == ["resources.nodes="]

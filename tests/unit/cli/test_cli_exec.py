@@ -12,5 +12,5 @@ def test_of_a_run_that_has_ended_the_state_is_named_and_what_to_do(tmp_path, cap
     assert main(["exec", run.name, "--runs", str(tmp_path), "--no-color", "--", "true"]) == 2
     assert capsys.readouterr().err.splitlines() == [
         f"error: {run.name} has no running rank: it is FAILED",
-        f"hint: clusterddp logs {run.name} shows what it wrote; clusterddp rerun {run.name} starts it again",
+        f"hint: clusterddp logs {run.name} shows what it wrote; clusterddp submit {run.name} starts it again",
     ]

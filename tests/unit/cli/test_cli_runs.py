@@ -60,7 +60,7 @@ def test_status_shows_a_user_why_a_run_failed_and_what_to_type(
     assert "  | Traceback (most recent call last):" in out
     assert "\x1b" not in out
     assert "clusterddp logs brisk-otter-3 --rank 9" in out
-    assert "clusterddp rerun brisk-otter-3" in out
+    assert "clusterddp submit brisk-otter-3" in out
 
 
 def test_a_failed_run_with_a_checkpoint_can_go_on(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -70,7 +70,7 @@ def test_a_failed_run_with_a_checkpoint_can_go_on(runs_dir: Path, capfd: pytest.
     assert "clusterddp resume brisk-otter-3" in command(capfd, "status")[1]
 
 
-@pytest.mark.parametrize(("warning", "command_next"), [("", "resume"), ("it may have completed", "rerun")])
+@pytest.mark.parametrize(("warning", "command_next"), [("", "resume"), ("it may have completed", "submit")])
 def test_a_run_whose_program_saved_by_itself_at_a_stop_can_go_on(
     runs_dir: Path, capfd: pytest.CaptureFixture[str], warning: str, command_next: str
 ) -> None:
@@ -105,7 +105,7 @@ def test_colour_only_underlines_words(
 
 
 def test_an_unknown_run_is_exit_code_four(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    for name in ("status", "logs", "wait", "resume", "rerun", "cancel"):
+    for name in ("status", "logs", "wait", "resume", "cancel"):
         code, out, err = command(capfd, name, "nobody")
         assert (name, code, out) == (name, 4, "")
         assert err.startswith("error: no run named nobody in")

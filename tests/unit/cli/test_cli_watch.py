@@ -227,7 +227,7 @@ def test_a_program_without_checkpoints_is_repeated(runs_dir: Path, capfd: pytest
     train(run, steps=100)
     complete(run, start_attempt(run))
     assert main(["status"]) == 0
-    assert capfd.readouterr().out.endswith(f"  repeat     clusterddp rerun {run.name}\n")
+    assert capfd.readouterr().out.endswith(f"  repeat     clusterddp submit {run.name}\n")
 
 
 @pytest.mark.parametrize(

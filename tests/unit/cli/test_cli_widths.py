@@ -90,7 +90,7 @@ def test_columns_give_way_in_the_order_of_their_use(runs_dir: Path) -> None:
     headings = {columns: on_terminal(runs_dir, columns, "list")[0].split() for columns in (40, 80, 140)}
     assert headings[40] == ["RUN", "STATE", "TIME"]
     assert headings[80] == ["RUN", "STATE", "PROGRESS", "ACCURACY", "TIME", "WHY"]
-    assert headings[140] == ["RUN", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "SIZE", "WHY"]
+    assert headings[140] == ["RUN", "STATE", "LAUNCHER", "PROGRESS", "ACCURACY", "SUBMITTED", "TIME", "WHY"]
 
 
 def test_a_reason_that_is_cut_begins_with_the_error(runs_dir: Path) -> None:

@@ -14,6 +14,7 @@ from clusterddp.cli.main import main
         ("share", "chgrp and chmod open a run to a group"),
         ("explain", "clusterddp submit SPEC -n -v"),
         ("du", "clusterddp list --wide"),
+        ("rerun", "clusterddp submit RUN"),
         ("relay", "your script calls W&B, MLflow or Trackio"),
     ],
 )

@@ -298,7 +298,7 @@ def test_the_2x8_spec_is_planned_on_hosts_that_the_command_line_names(tmp_path: 
     assert [(node.host, len(node.ranks)) for node in planned.gang.nodes] == [("a", 8), ("b", 8)]
 
 
-def test_rerun_of_the_resolved_spec_has_the_same_hosts_and_sends_the_same(repository: Path) -> None:
+def test_a_submit_of_the_resolved_spec_has_the_same_hosts_and_sends_the_same(repository: Path) -> None:
     (repository / "data").mkdir()
     text = "name: a\nlauncher: ssh\nssh: {hosts: ['n[1-3]'], send: {data: ~/d}}\nresources: {nodes: 2}\n"
     planned = plan_text(text, repository)
