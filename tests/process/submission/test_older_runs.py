@@ -158,7 +158,7 @@ def test_runs_with_removed_features_are_compared(runs_with_removed: Path) -> Non
     assert [run["run"] for run in compared["runs"]] == names
 
 
-@pytest.mark.parametrize("name", ["exec-1", "notified-stopped-1"])
+@pytest.mark.parametrize("name", ["exec-1", "notified-stopped-1", "torchrun-stopped-1"])
 def test_one_with_a_removed_feature_is_resumed(runs_with_removed: Path, name: str) -> None:
     run = runs_with_removed / name
     for rank in range(2):
@@ -168,6 +168,17 @@ def test_one_with_a_removed_feature_is_resumed(runs_with_removed: Path, name: st
     clusterddp(runs_with_removed, "resume", name)
     clusterddp(runs_with_removed, "wait", name)
     assert (run / "attempts/1/logs/rank-000.out").read_text() == "begins at 1990\nends at 2000\n"
+
+
+def test_a_value_that_was_removed_is_refused_and_another_one_goes_on(runs_with_removed: Path) -> None:
+    run = runs_with_removed / "powersgd-stopped-1"
+    before = sorted(path for path in run.rglob("*"))
+    refused = clusterddp(runs_with_removed, "resume", run.name, code=2)
+    assert 'error: powersgd-stopped-1: train.comm: found the text "powersgd:2", expected exact' in refused
+    assert "hint: clusterddp resume powersgd-stopped-1 train.comm=VALUE goes on with another value" in refused
+    assert sorted(path for path in run.rglob("*")) == before
+    clusterddp(runs_with_removed, "resume", run.name, "train.comm=exact", "train.epochs=1")
+    clusterddp(runs_with_removed, "wait", run.name)
 
 
 @pytest.mark.parametrize("name", ["relayed-1", "shared-1", "joined-1", "torchrun-done-1", "notified-1", "comm-auto-1"])
