@@ -14,7 +14,7 @@ from clusterddp.agent.store import check_out
 from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
+from clusterddp.run.cleanup import end_run_here
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import end_left_over, find_runs
 from clusterddp.run.stacks import request_stacks
@@ -107,12 +107,7 @@ def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 
 def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """End every process of a run on this host; its supervisors have `patience_s` to do so themselves."""
-    family = f"{request['token']}."
-    deadline = time.monotonic() + (request["patience_s"] or 0.0)
-    while any(is_supervising(process) for process in find_processes(family)) and time.monotonic() < deadline:
-        time.sleep(0.05)
-    found = len(find_processes(family))
-    left = end_processes(family, timeout_s=5.0) if found else []
+    found, left = end_run_here(request["token"], patience_s=request["patience_s"] or 0.0)
     return {"ended": found - len(left), "left": left}
 
 

@@ -19,8 +19,7 @@ from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
 
 if TYPE_CHECKING:
-    from clusterddp.look.cleanup import Cleanup
-    from clusterddp.look.ps import Machines
+    from clusterddp.look.ps import Cleanup, Machines
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -106,7 +105,7 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     has overwritten its environment is not found. Exit code 3 when a host cannot be asked.
     """
     from clusterddp.cli.text.ps import failure_json, process_lines, run_json, say_unmarked
-    from clusterddp.look.cleanup import left_over_of
+    from clusterddp.look.ps import left_over_of
 
     with selection.open(terminal.environ) as machines:
         found = machines.look(selection.tokens)
@@ -159,7 +158,7 @@ def gc(
     Exit code 1 when something cannot be ended or removed, 3 when a host cannot be asked.
     """
     from clusterddp.cli.text import ps as text
-    from clusterddp.look.cleanup import Cleanup
+    from clusterddp.look.ps import Cleanup
 
     if selection.name and older_than_s:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
@@ -183,7 +182,7 @@ COMMANDS = {"ps": ps, "gc": gc}
 def _carry_out(cleanup: Cleanup, show: Callable[[str], None], *, yes: bool, dry_run: bool) -> bool:
     """End and remove what was found, after asking; return False when the user refuses."""
     from clusterddp.cli.text import ps as text
-    from clusterddp.look.cleanup import answers
+    from clusterddp.look.ps import answers
 
     question = text.cleanup_question(cleanup)
     if not question:

@@ -21,8 +21,10 @@ from clusterddp.cli.text.states import state_text
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
 from clusterddp.look.removal import Candidate, Removal, Selector
-from clusterddp.run.removal import Snapshot, find_snapshots, finish_removals, remove_snapshots
+from clusterddp.run.removal import Snapshot, find_unused_snapshots, remove_snapshots
+from clusterddp.run.snapshot import store_of
 from clusterddp.run.view import RunState
+from clusterddp.system.directories import finish_removals
 from clusterddp.system.units import format_bytes, format_count
 
 _ENDED = [state.value for state in RunState if state.finished]
@@ -114,7 +116,8 @@ def _confirm(removal: Removal, code: list[Snapshot], options: RemovalOptions) ->
 def _carry_out(removal: Removal, options: RemovalOptions) -> list[Snapshot]:
     """Remove the runs, what earlier removals left, and unused code; return the snapshots that were removed."""
     removal.carry_out()
-    finish_removals(removal.runs_dir)
+    for folder in (removal.runs_dir, store_of(removal.runs_dir)):
+        finish_removals(folder)
     code = remove_snapshots(_unused_code(removal.runs_dir), removal.runs_dir)
     if removal.removed or code:
         options.show(f"removed {_size_text(removal.removed, code)}")
@@ -124,7 +127,7 @@ def _carry_out(removal: Removal, options: RemovalOptions) -> list[Snapshot]:
 def _unused_code(runs_dir: Path, *, without: Sequence[Path] = ()) -> list[Snapshot]:
     """List the snapshots that no run needs; `without`: as if these places were removed."""
     try:
-        return [each for each in find_snapshots(runs_dir, without=without) if each.unused]
+        return find_unused_snapshots(runs_dir, without=without)
     except OSError as error:
         say(printable(f"no snapshot of code is removed: {error.filename}: {error.strerror}"))
         return []

@@ -17,7 +17,7 @@ from clusterddp.errors import UsageError
 from clusterddp.planning.command_lines import EXEC_MODULE
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.attempts import Report, Started, no_report
-from clusterddp.run.cleanup import end_processes, find_processes
+from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
@@ -94,17 +94,11 @@ class ExternalLauncher:
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""
-        if not find_processes(f"{record.token}."):
-            return False
-        end_processes(f"{record.token}.", timeout_s=max(1.0, timeout_s))
-        return True
+        return end_run_here(record.token, timeout_s=max(1.0, timeout_s))[0] > 0
 
     def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Kill leftover processes of a run on this host; return their number."""
-        strays = find_processes(f"{record.token}.")
-        if strays:
-            end_processes(f"{record.token}.", timeout_s=5.0)
-        return len(strays)
+        return end_run_here(record.token)[0]
 
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm

@@ -17,7 +17,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.leftovers import find_runs
 from clusterddp.run.record import RunRecord, read_run
-from clusterddp.run.removal import check_inside, delete_places, fingerprint, hide_place
+from clusterddp.run.removal import check_inside, fingerprint, remove_place
 from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
 from clusterddp.run.usage import Usage, expires_at, measure_run
 from clusterddp.run.view import RunState, RunView
@@ -101,16 +101,14 @@ class Removal:
     def carry_out(self) -> None:
         """Remove the runs, those over SSH on their hosts first; what cannot be removed is in `refused`."""
         self.refused |= {} if self.here_only else _remove_on_hosts(self.candidates, self.environ)
-        hidden: dict[str, Path] = {}
         for candidate in [each for each in self.candidates if each.run.name not in self.refused]:
             with self._keeping(candidate.run.name):
-                hidden[candidate.run.name] = hide_place(candidate.run.path, self.runs_dir, seen=candidate.seen)
+                remove_place(candidate.run.path, self.runs_dir, seen=candidate.seen)
+                self.removed.append(candidate)
         for sweep in [each for each in self.sweeps if not list_runs(each.path)]:
             with self._keeping(sweep.name):
                 _refuse_live_queue(sweep)
-                hidden[sweep.name] = hide_place(sweep.path, self.runs_dir, seen=fingerprint(sweep.path))
-        self.refused |= delete_places(hidden, self.runs_dir)
-        self.removed = [each for each in self.candidates if each.run.name in hidden.keys() - self.refused.keys()]
+                remove_place(sweep.path, self.runs_dir, seen=fingerprint(sweep.path))
 
     @contextlib.contextmanager
     def _keeping(self, name: str) -> Iterator[None]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from clusterddp.ranks.environment import COOKIE
@@ -61,10 +62,19 @@ class Cleanup:
 
     This finds processes that have overwritten their environment.
     """
+    answered_by: Callable[[Collection[Process]], str | None] | None = None
+    """Names the processes that will end those that were found, for people; None: they are left over.
+
+    A pass then kills only if neither it nor the one before has found such processes: a run that is started again
+    meanwhile survives.
+    """
+    answer: str | None = None
+    """What the last pass has found so."""
     left: list[int] = field(default_factory=list)
     """The pids that the last pass found; pids that stay here for seconds cannot be killed."""
     killed: set[int] = field(default_factory=set)
     _empty: int = 0
+    _passes: int = 0
 
     @property
     def clear(self) -> bool:
@@ -75,11 +85,25 @@ class Cleanup:
         found = {process.pid: process for process in find_processes(*self.cookies)}
         if self.descendants_but is not None:
             found |= _descendants(self.descendants_but)
-        for process in found.values():
+        self._passes += 1
+        kills = self.answered_by is None
+        if self.answered_by is not None:
+            self.answer = self.answered_by(found.values())
+            kills = self.answer is None and self._passes > 1
+        for process in found.values() if kills else ():
             if process.send_signal(signal.SIGKILL):
                 self.killed.add(process.pid)
         self.left = sorted(found)
         self._empty = 0 if found else self._empty + 1
+
+    def run(self, timeout_s: float) -> None:
+        """Make passes until two in a row find none, the time is up, or other processes will end what was found."""
+        deadline = time.monotonic() + timeout_s
+        while True:
+            self.step()
+            if self.clear or self.answer is not None or (self.left and time.monotonic() >= deadline):
+                return
+            time.sleep(0.02)
 
 
 def end_processes(*cookies: str, timeout_s: float) -> list[int]:
@@ -88,12 +112,22 @@ def end_processes(*cookies: str, timeout_s: float) -> list[int]:
     It does not reap: the caller still reads the exit codes of its children.
     """
     cleanup = Cleanup(cookies=cookies)
-    deadline = time.monotonic() + timeout_s
-    while True:
-        cleanup.step()
-        if cleanup.clear or (cleanup.left and time.monotonic() >= deadline):
-            return cleanup.left
-        time.sleep(0.02)
+    cleanup.run(timeout_s)
+    return cleanup.left
+
+
+def end_run_here(token: str, *, patience_s: float = 0.0, timeout_s: float = 5.0) -> tuple[int, list[int]]:
+    """End every process of a run on this machine; its supervisors have `patience_s` to do so themselves.
+
+    They kill every process with the run's cookie, so the next attempt must not start before they have exited. Return
+    how many processes were left for this function, and the pids that cannot be killed.
+    """
+    family = f"{token}."
+    deadline = time.monotonic() + patience_s
+    while any(is_supervising(process) for process in find_processes(family)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    found = len(find_processes(family))
+    return found, end_processes(family, timeout_s=timeout_s) if found else []
 
 
 def _descendants(but: frozenset[int]) -> dict[int, Process]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import signal
 import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
@@ -17,7 +16,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.cleanup import is_supervising
+from clusterddp.run.cleanup import Cleanup, is_supervising
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.system.files import read_json
@@ -32,9 +31,6 @@ from clusterddp.system.processes import (
 )
 
 END_TIMEOUT_S = 5.0
-_LOOKS = 2
-"""A pass over the process table can miss a process during its fork or exec."""
-_PAUSE_S = 0.05
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,30 +94,17 @@ def find_runs(records: Iterable[Path] = (), *, only: Collection[str] | None = No
 
 
 def end_left_over(token: str, *, timeout_s: float = END_TIMEOUT_S) -> Ended:
-    """Kill every process of a run that is not supervised, until two passes in a row find none.
+    """Kill every process of a run that is not supervised."""
+    ours = _own_ancestors()
 
-    A pass kills only if neither it nor the pass before found a supervising process: a run that is resumed meanwhile
-    survives.
-    """
-    seen: dict[tuple[int, float], Process] = {}
-    deadline = time.monotonic() + timeout_s
-    looks = empty = 0
-    answered_by = None
-    while empty < _LOOKS and time.monotonic() < deadline:
-        family = _find_families({token}).get(token, [])
-        answered_by = _answered_by(family, _own_ancestors())
-        if answered_by is not None:
-            break
-        looks += 1
-        empty = 0 if family else empty + 1
-        if looks >= _LOOKS:
-            for carrier in family:
-                seen[carrier.process.pid, carrier.process.started] = carrier.process
-                carrier.process.send_signal(signal.SIGKILL)
-        time.sleep(_PAUSE_S)
-    left = [process for process in seen.values() if process.alive()]
-    spelled = tuple(_spell_left(process) for process in left) if answered_by is None else ()
-    return Ended(token=token, ended=len(seen) - len(left), left=spelled, answered_by=answered_by)
+    def answered_by(found: Collection[Process]) -> str | None:
+        return _answered_by([_Carrier(process, read_environment(process.pid)) for process in found], ours)
+
+    cleanup = Cleanup(cookies=(f"{token}.",), answered_by=answered_by)
+    cleanup.run(timeout_s)
+    left = cleanup.left if cleanup.answer is None else []
+    ended = len(cleanup.killed.difference(cleanup.left))
+    return Ended(token=token, ended=ended, left=tuple(map(_spell_left, left)), answered_by=cleanup.answer)
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,9 +179,9 @@ def _spell(carrier: _Carrier) -> str:
     return f"{word} {carrier.process.pid}"
 
 
-def _spell_left(process: Process) -> str:
-    command = " ".join(read_command(process.pid))
-    return f"{process.pid} ({command[:60]})" if command else str(process.pid)
+def _spell_left(pid: int) -> str:
+    command = " ".join(read_command(pid))
+    return f"{pid} ({command[:60]})" if command else str(pid)
 
 
 def _own_ancestors() -> set[int]:

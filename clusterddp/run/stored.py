@@ -7,8 +7,7 @@ run's own copy of the code consists of hard links, so a snapshot whose files hav
 from __future__ import annotations
 
 import os
-import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -17,7 +16,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
-from clusterddp.run.removal import delete_tree
+from clusterddp.run.usage import measure
+from clusterddp.system.directories import own_directories, remove_directory, unchanged_s, walk_files
 from clusterddp.system.processes import find_carriers, read_environment
 
 Kind = Literal["run", "code", "package", "remnant"]
@@ -69,16 +69,18 @@ def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()
     runs, unfinished = _old_runs(root, older_than_s, links)
     kept = {*in_use, *_packages_in_use()}
     others = [
-        _stored(root, path, kind, size=_disk_usage(path, every_link=True))
+        _stored(root, path, kind, size=measure(path))
         for folder, kind in _SHARED.items()
         for path in _directories(root / folder)
-        if _age_s(path) >= older_than_s and not _stays(path, kept) and not (kind == "code" and _is_linked(path, links))
+        if unchanged_s(path) >= older_than_s
+        and not (path.name in kept or path.with_name(f"{path.name}{_KEEP}").exists())
+        and not (kind == "code" and _is_linked(path, links))
     ]
     remnants = [
         _stored(root, path, "remnant", size=_disk_usage(path))
         for folder in ("runs", *_SHARED)
         for path in _directories(root / folder, hidden=True)
-        if _age_s(path) >= max(older_than_s, _SLOWEST_TRANSFER_S)
+        if unchanged_s(path) >= max(older_than_s, _SLOWEST_TRANSFER_S)
     ]
     return Storage(root=str(root), removable=(*runs, *others, *remnants), unfinished=tuple(unfinished))
 
@@ -115,10 +117,6 @@ def keep_package(package: Path) -> None:
     package.with_name(f"{package.name}{_KEEP}").touch(mode=0o600)
 
 
-def _stays(path: Path, kept: Collection[str]) -> bool:
-    return path.name in kept or path.with_name(f"{path.name}{_KEEP}").exists()
-
-
 def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]) -> tuple[list[Stored], list[str]]:
     """Find the runs that ended that long ago, and runs of that age without a recorded end."""
     ended_runs: list[Stored] = []
@@ -131,7 +129,7 @@ def _old_runs(root: Path, older_than_s: float, links: dict[tuple[int, int], int]
         except OSError:  # another host that shares this storage has just removed it
             continue
         newest = attempts[-1].path if attempts else path
-        age_s = min(_age_s(path), _age_s(newest), _age_s(newest / "end.json"))
+        age_s = min(unchanged_s(path), unchanged_s(newest), unchanged_s(newest / "end.json"))
         if not run.record.is_file() or age_s < older_than_s or _token_of(path) in alive:
             continue
         if not _has_ended(run):
@@ -156,16 +154,13 @@ def _has_ended(run: RunDir) -> bool:
 def _stored(
     root: Path, path: Path, kind: Kind, *, size: int, checkpoints: int = 0, age_s: float | None = None
 ) -> Stored:
-    age_s = _age_s(path) if age_s is None else age_s
-    place = str(path.relative_to(root))
-    return Stored(place=place, kind=kind, age_s=round(age_s), size=size, checkpoints=checkpoints)
+    age = unchanged_s(path) if age_s is None else age_s
+    return Stored(place=str(path.relative_to(root)), kind=kind, age_s=round(age), size=size, checkpoints=checkpoints)
 
 
 def _remove(path: Path, stored: Stored) -> Removed:
-    hidden = path if path.name.startswith(".") else path.with_name(f".removed-{path.name}")
     try:
-        path.rename(hidden)
-        delete_tree(hidden)
+        remove_directory(path)
     except FileNotFoundError:
         return Removed(place=stored.place, size=0)
     except OSError as error:
@@ -174,57 +169,27 @@ def _remove(path: Path, stored: Stored) -> Removed:
 
 
 def _directories(folder: Path, *, hidden: bool = False) -> list[Path]:
-    """List this user's directories in a folder, without symbolic links."""
-    try:
-        with os.scandir(folder) as entries:
-            found = [Path(entry.path) for entry in entries if entry.is_dir(follow_symlinks=False)]
-    except FileNotFoundError:
-        return []
-    return sorted(path for path in found if path.name.startswith(".") == hidden and _is_ours(path))
+    return [path for path in own_directories(folder) if path.name.startswith(".") == hidden]
 
 
-def _is_ours(path: Path) -> bool:
-    try:
-        return os.lstat(path).st_uid == os.getuid()
-    except FileNotFoundError:
-        return False
-
-
-def _age_s(path: Path) -> float:
-    """Return the seconds since the last change of a file or directory; infinite if it does not exist."""
-    try:
-        return max(0.0, time.time() - os.lstat(path).st_mtime)
-    except FileNotFoundError:
-        return float("inf")
-
-
-def _disk_usage(path: Path, links: dict[tuple[int, int], int] | None = None, *, every_link: bool = False) -> int:
-    """Add up the bytes on disk below a directory; files with several hard links count only with `every_link`.
+def _disk_usage(path: Path, links: dict[tuple[int, int], int] | None = None) -> int:
+    """Add up the bytes on disk below a directory, without files that have several hard links.
 
     `links`: counts, for each such file, its links below the directory.
     """
     total = 0
-    for status in _files(path):
+    for _, status in walk_files(path):
         if status.st_nlink > 1 and links is not None:
             inode = (status.st_dev, status.st_ino)
             links[inode] = links.get(inode, 0) + 1
-        if status.st_nlink == 1 or every_link:
+        if status.st_nlink == 1:
             total += status.st_blocks * 512
     return total
 
 
 def _is_linked(path: Path, links: dict[tuple[int, int], int]) -> bool:
     """Return whether a run that stays has hard links to the files of a snapshot."""
-    return any(status.st_nlink - links.get((status.st_dev, status.st_ino), 0) > 1 for status in _files(path))
-
-
-def _files(path: Path) -> Iterator[os.stat_result]:
-    for folder, _, names in os.walk(path):
-        for name in names:
-            try:
-                yield os.lstat(os.path.join(folder, name))
-            except FileNotFoundError:
-                continue
+    return any(status.st_nlink - links.get((status.st_dev, status.st_ino), 0) > 1 for _, status in walk_files(path))
 
 
 def _token_of(path: Path) -> str:

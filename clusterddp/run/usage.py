@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import re
 import stat
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
+from clusterddp.system.directories import walk_files
 from clusterddp.system.files import read_json
 from clusterddp.system.units import UNIT_S
 
@@ -44,7 +42,7 @@ def measure_run(run: RunDir) -> Usage:
     sizes = dict.fromkeys(("checkpoints", "logs", "output", "tensorboard", "other"), 0)
     kinds = {"checkpoints": "checkpoints", "output": "output", "tb": "tensorboard", "launcher": "logs"}
     counted: set[tuple[int, int]] = set()
-    for folder, status in _files(run.path):
+    for folder, status in walk_files(run.path):
         parts = Path(folder).relative_to(run.path).parts
         if parts[:1] == (run.code.name,) and status.st_nlink > 1 and stat.S_ISREG(status.st_mode):
             continue
@@ -59,7 +57,7 @@ def measure_run(run: RunDir) -> Usage:
 
 def measure(path: Path) -> int:
     """Add up the bytes on disk below a directory."""
-    return sum(status.st_blocks * 512 for _, status in _files(path))
+    return sum(status.st_blocks * 512 for _, status in walk_files(path))
 
 
 def expires_at(run: RunDir, ended: float) -> float | None:
@@ -70,10 +68,3 @@ def expires_at(run: RunDir, ended: float) -> float | None:
         return None
     keep_s = parse_age(keep) if isinstance(keep, str) else None
     return ended + keep_s if keep_s else None
-
-
-def _files(path: Path) -> Iterator[tuple[str, os.stat_result]]:
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):
-                yield folder, os.lstat(os.path.join(folder, name))

@@ -6,8 +6,6 @@ import ctypes
 import dataclasses
 import json
 import os
-import secrets
-import shutil
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,12 +13,13 @@ from typing import TYPE_CHECKING
 
 from clusterddp.planning.program import choose_snapshot
 from clusterddp.run.code import CodeCopy, plan_copy, replace_link
-from clusterddp.run.directory import STAGING_PREFIX, RunDir
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
 from clusterddp.submission.staging import put_in_place, staged
+from clusterddp.system.directories import remove_directory
 from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
@@ -44,10 +43,11 @@ def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[s
 
 
 def take_back(sweep: SweepDir) -> None:
-    """Remove a sweep that was not submitted: first rename it, so it disappears at once, then delete its files."""
-    hidden = sweep.path.with_name(f"{STAGING_PREFIX}{secrets.token_hex(8)}")
-    sweep.path.rename(hidden)
-    shutil.rmtree(hidden, ignore_errors=True)
+    """Remove a sweep that was not submitted.
+
+    Raises: OSError: the file system refuses.
+    """
+    remove_directory(sweep.path)
 
 
 def replace_files(texts: Mapping[Path, str]) -> None:

@@ -11,12 +11,12 @@ import click
 from clusterddp.cli.terminal import duration, say, say_error
 from clusterddp.cli.text.columns import Column, lay_out, to_columns
 from clusterddp.errors import SshError
-from clusterddp.look.cleanup import answers
 from clusterddp.look.printable import printable
+from clusterddp.look.ps import answers
 from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from clusterddp.look.cleanup import Cleanup
+    from clusterddp.look.ps import Cleanup
     from clusterddp.run.leftovers import Ended, RunHere
     from clusterddp.run.stored import Storage, Stored
 

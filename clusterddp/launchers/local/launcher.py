@@ -25,7 +25,7 @@ from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import move_plan, plan_json, read_plan
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.attempts import Report, Started, no_report
-from clusterddp.run.cleanup import end_processes, find_processes, is_supervising
+from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, Start, read_run, read_start
@@ -131,26 +131,15 @@ class LocalLauncher:
 
         Raises: ClusterddpError: a process cannot be killed.
         """
-        if not find_processes(f"{record.token}."):
-            return False
-        _end_processes(run, record, max(1.0, timeout_s))
-        return True
+        return _end_run(run, record, timeout_s=max(1.0, timeout_s)) > 0
 
     def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Wait for the last processes of a run that has ended, then kill those that are left; return their number.
 
-        Its supervisors and its task may still clean up. They kill every process with the run's cookie, so the next
-        attempt must not start before they have exited.
+        Its supervisors and its task may still clean up.
         Raises: ClusterddpError: a process cannot be killed.
         """
-        family = f"{record.token}."
-        deadline = time.monotonic() + CLEAR_TIMEOUT_S
-        while any(is_supervising(process) for process in find_processes(family)) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        strays = find_processes(family)
-        if strays:
-            _end_processes(run, record, CLEAR_TIMEOUT_S)
-        return len(strays)
+        return _end_run(run, record, patience_s=CLEAR_TIMEOUT_S)
 
     def read_state(
         self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
@@ -159,10 +148,11 @@ class LocalLauncher:
         return _read_state(run, record, attempt, end)
 
 
-def _end_processes(run: RunDir, record: RunRecord, timeout_s: float) -> None:
-    left = end_processes(f"{record.token}.", timeout_s=timeout_s)
+def _end_run(run: RunDir, record: RunRecord, *, patience_s: float = 0.0, timeout_s: float = CLEAR_TIMEOUT_S) -> int:
+    found, left = end_run_here(record.token, patience_s=patience_s, timeout_s=timeout_s)
     if left:
         raise ClusterddpError(f"{run.name}: processes {', '.join(map(str, left))} cannot be killed")
+    return found
 
 
 def _start_task(run: RunDir, attempt: int, environment: dict[str, str], log: Path) -> int:

@@ -11,20 +11,14 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run import removal
 from clusterddp.run.code_files import SnapshotPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.removal import (
-    delete_places,
-    find_snapshots,
-    fingerprint,
-    finish_removals,
-    hide_place,
-    remove_snapshots,
-)
+from clusterddp.run.removal import find_unused_snapshots, fingerprint, remove_place, remove_snapshots
 from clusterddp.run.snapshot import write_snapshot
 from clusterddp.run.usage import measure_run, parse_age
+from clusterddp.system import directories
+from clusterddp.system.directories import finish_removals
 from tests.support.handmade_runs import complete, make_run, start_attempt
 
 DAY_S = 86_400.0
@@ -47,9 +41,7 @@ def ended(runs: Path, name: str) -> RunDir:
 
 
 def remove(run: RunDir, runs: Path) -> None:
-    failed = delete_places({run.name: hide_place(run.path, runs, seen=fingerprint(run.path))}, runs)
-    for error in failed.values():
-        raise error
+    remove_place(run.path, runs, seen=fingerprint(run.path))
 
 
 def snapshot(runs: Path, run: RunDir, text: str, *, age_s: float = DAY_S) -> Path:
@@ -64,7 +56,7 @@ def snapshot(runs: Path, run: RunDir, text: str, *, age_s: float = DAY_S) -> Pat
 
 
 def unused(runs: Path, **options: Any) -> list[Path]:
-    return [each.path for each in find_snapshots(runs, **options) if each.unused]
+    return [each.path for each in find_unused_snapshots(runs, **options)]
 
 
 def test_a_run_is_removed_whole(run: RunDir, runs: Path) -> None:
@@ -94,7 +86,7 @@ def test_a_run_that_is_a_link_is_refused(runs: Path, tmp_path: Path) -> None:
     runs.mkdir()
     (runs / "linked").symlink_to(real.path)
     with pytest.raises(UsageError, match="is a symbolic link"):
-        hide_place(runs / "linked", runs, seen=fingerprint(real.path))
+        remove_place(runs / "linked", runs, seen=fingerprint(real.path))
     assert real.record.is_file()
 
 
@@ -116,7 +108,7 @@ def test_a_run_that_was_resumed_meanwhile_stays(run: RunDir, runs: Path) -> None
     seen = fingerprint(run.path)
     start_attempt(run, 1)
     with pytest.raises(UsageError, match="has been started again"):
-        hide_place(run.path, runs, seen=seen)
+        remove_place(run.path, runs, seen=seen)
     assert [each.name for each in list_runs(runs)] == [run.name]
     assert run.attempt(1).start.is_file()
 
@@ -128,7 +120,7 @@ def test_a_removal_that_was_killed_shows_no_run_and_the_next_one_deletes_it(
         shutil.rmtree(path / "attempts")
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(removal, "delete_tree", killed)
+    monkeypatch.setattr(directories, "_delete", killed)
     with pytest.raises(KeyboardInterrupt):
         remove(run, runs)
     assert list_runs(runs) == []
@@ -148,7 +140,7 @@ def test_a_file_system_that_refuses_is_named(run: RunDir, runs: Path, monkeypatc
     def refuse(path: Path) -> None:
         raise OSError(39, "Directory not empty", str(path / "checkpoints"))
 
-    monkeypatch.setattr(removal, "delete_tree", refuse)
+    monkeypatch.setattr(directories, "_delete", refuse)
     with pytest.raises(ClusterddpError, match="checkpoints: Directory not empty"):
         remove(run, runs)
 
@@ -159,7 +151,7 @@ def test_code_is_unused_when_no_run_links_to_it(run: RunDir, runs: Path) -> None
     assert unused(runs) == []
     assert unused(runs, without=[run.path]) == [first]
     remove(run, runs)
-    remove_snapshots([each for each in find_snapshots(runs) if each.unused], runs)
+    remove_snapshots(find_unused_snapshots(runs), runs)
     assert (first.exists(), second.exists()) == (False, True)
 
 
@@ -181,7 +173,7 @@ def test_code_that_was_just_used_stays(run: RunDir, runs: Path) -> None:
 
 def test_a_submit_that_takes_code_from_the_store_keeps_it(run: RunDir, runs: Path) -> None:
     kept = snapshot(runs, run, "one")
-    found = find_snapshots(runs, without=[run.path])
+    found = find_unused_snapshots(runs, without=[run.path])
     remove(run, runs)
     staging = RunDir(runs / ".staging-1234")
     staging.path.mkdir()
