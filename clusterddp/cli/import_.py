@@ -13,7 +13,7 @@ from clusterddp.cli.terminal import Terminal, put, say
 from clusterddp.errors import UsageError
 
 if TYPE_CHECKING:
-    from clusterddp.importing.findings import Left
+    from clusterddp.importing.files import Left
     from clusterddp.importing.reading import Kind
 
 _KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])

@@ -9,13 +9,19 @@ from pathlib import Path, PurePath
 
 from clusterddp.errors import UsageError
 from clusterddp.importing.command import Command, read_command
-from clusterddp.importing.files import set_hosts
-from clusterddp.importing.findings import Findings, set_variable
+from clusterddp.importing.files import Findings, set_hosts, set_variable
 from clusterddp.importing.job import SIZES, GivenOptions, read_sbatch_lines, read_sizes, set_sizes
-from clusterddp.importing.launch_line import read_launch_line
-from clusterddp.importing.launch_options import count_ranks, translate_levels
-from clusterddp.importing.shell import Statement, Word, split_statements
-from clusterddp.importing.values import Text, Variables, as_argument, as_written, split_assignment
+from clusterddp.importing.launch import count_ranks, read_launch_line, translate_levels
+from clusterddp.importing.shell import (
+    Statement,
+    Text,
+    Variables,
+    Word,
+    as_argument,
+    as_written,
+    split_assignment,
+    split_statements,
+)
 from clusterddp.spec.slurm_options import OWNED
 
 _BEFORE = frozenset(

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.importing.findings import Findings
-from clusterddp.importing.options import SBATCH, Option, take_options
-from clusterddp.importing.values import Text
+from clusterddp.importing.command import SBATCH, Option, take_options
+from clusterddp.importing.files import Findings
+from clusterddp.importing.shell import Text
 from clusterddp.network.hostlist import MAX_HOSTS, count
 
 SIZES = frozenset(

@@ -14,13 +14,15 @@ from clusterddp.importing.batch import read_batch_script, spec_name
 from clusterddp.importing.files import (
     ACCELERATE_MARKS,
     GLUON_SECTION,
+    Fate,
+    Findings,
+    Left,
     read_accelerate_config,
     read_env_file,
     read_gluon_config,
     read_hosts,
     read_values,
 )
-from clusterddp.importing.findings import Fate, Findings, Left
 from clusterddp.spec.load import ResolvedSpec, load_spec
 from clusterddp.spec.textfile import decode, read_bytes
 from clusterddp.spec.tree import escape

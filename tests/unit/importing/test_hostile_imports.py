@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.importing.findings import Findings
+from clusterddp.importing.files import Findings
 from clusterddp.importing.reading import MAX_SCRIPT, import_files
 from clusterddp.network.hostlist import expand
 from clusterddp.ranks.slurm_step import expand_counts

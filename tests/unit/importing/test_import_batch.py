@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import UsageError
-from clusterddp.importing.findings import Findings
+from clusterddp.importing.files import Findings
 from clusterddp.importing.reading import Imported, import_files
 from clusterddp.planning.slurm.options import choose_options
 from clusterddp.spec.load import load_spec

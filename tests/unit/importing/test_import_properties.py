@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.importing.batch import read_batch_script
-from clusterddp.importing.findings import Findings
+from clusterddp.importing.files import Findings
 from clusterddp.importing.job import SIZES
 from clusterddp.importing.reading import import_files
 from clusterddp.importing.shell import split_statements
