@@ -108,7 +108,7 @@ def load_spec(
     `hosts`: as --hosts, the SSH hosts that run it, in place of the hosts and launcher of the spec.
     Raises: SpecError: it has every problem of the spec.
     """
-    from clusterddp.spec.hostfile import parse_hosts
+    from clusterddp.spec.hosts import parse_hosts
     from clusterddp.spec.load import load_spec as load
 
     named = hosts if isinstance(hosts, str) or hosts is None else ",".join(hosts)
@@ -204,7 +204,7 @@ def _function_spec(
 
 
 def _runs_dir(named: Path | str | None) -> Path:
-    from clusterddp.spec.shared import read_shared_files
+    from clusterddp.spec.layers import read_shared_files
 
     chosen = named or os.environ.get("CLUSTERDDP_RUNS")
     return Path(chosen or read_shared_files(os.environ, Path.cwd()).runs_dir or DEFAULT_RUNS_DIR)

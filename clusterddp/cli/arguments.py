@@ -19,7 +19,7 @@ from clusterddp.run.sweep import sweep_of
 
 if TYPE_CHECKING:
     from clusterddp.login.commands import Argument
-    from clusterddp.spec.overrides import Override
+    from clusterddp.spec.layers import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 PLANNED_NAME = "RUN"
@@ -50,7 +50,7 @@ class Place:
 
         Raises: UsageError: two options name them, or the launcher takes no hosts. SpecError: a name or a line is wrong.
         """
-        from clusterddp.spec.hostfile import parse_hosts, read_hostfile
+        from clusterddp.spec.hosts import parse_hosts, read_hostfile
 
         if not self.names_hosts:
             return None
@@ -179,7 +179,7 @@ def collected(name: str, values_class: type[Any]) -> Callable[[_F], _F]:
 
 
 def _usual_runs_dir() -> Path | None:
-    from clusterddp.spec.shared import default_runs_dir
+    from clusterddp.spec.layers import default_runs_dir
 
     ctx = click.get_current_context()
     return None if ctx.resilient_parsing else default_runs_dir(ctx.obj.environ if ctx.obj else {})
@@ -187,7 +187,7 @@ def _usual_runs_dir() -> Path | None:
 
 def address(run: RunDir, terminal: Terminal) -> str:
     """Return how the next command names this run: by its name, or by its path when it is not where runs usually lie."""
-    from clusterddp.spec.shared import default_runs_dir
+    from clusterddp.spec.layers import default_runs_dir
 
     sweep = sweep_of(run)
     place = sweep.path if sweep else run.path

@@ -18,8 +18,8 @@ from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.facts.checks import Check, Level
+    from clusterddp.spec.layers import Override
     from clusterddp.spec.load import ResolvedSpec
-    from clusterddp.spec.overrides import Override
 
 _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
 

@@ -70,7 +70,7 @@ def init(terminal: Terminal, *, path: Path, answers: Answers, profile: str | Non
     cluster's: partition, GPUs, cores, memory, time limit, account; notes explain what the cluster's settings mean for
     runs. A PATH of - is standard output.
     """
-    from clusterddp.spec.base import read_shared_values
+    from clusterddp.spec.load import read_shared_values
 
     _refuse_place(path, force=force)
     asks = not answers.yes and sys.stdin.isatty() and sys.stdout.isatty()
@@ -174,7 +174,7 @@ def _fill_hosts(text: str, answers: Answers) -> tuple[str, list[str]]:
 
 def _offered_hosts() -> str | None:
     """Return the hosts of ./hostfile, or those that ~/.ssh/config names, as --hosts takes them."""
-    from clusterddp.spec.hostfile import read_hostfile
+    from clusterddp.spec.hosts import read_hostfile
     from clusterddp.spec.tree import ListNode, Mapping, Scalar
     from clusterddp.ssh.config import home, machine_names
 
@@ -190,7 +190,7 @@ def _offered_hosts() -> str | None:
 
 def _read_hosts(text: str) -> str:
     """Check hosts as a spec does; return them as YAML. Raises: SpecError."""
-    from clusterddp.spec.hostfile import parse_hosts
+    from clusterddp.spec.hosts import parse_hosts
     from clusterddp.spec.load import load_spec
     from clusterddp.spec.write import flow_yaml
 

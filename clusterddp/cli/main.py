@@ -216,7 +216,7 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
     if terminal.debug:
         traceback.print_exception(error)
     if isinstance(error, SpecError):
-        from clusterddp.spec.problems import format_spec_error
+        from clusterddp.spec.tree import format_spec_error
 
         say(format_spec_error(error))
         return error.exit_code

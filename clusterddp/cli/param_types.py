@@ -21,7 +21,7 @@ class RunName(click.types.StringParamType):
     name = "run"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from clusterddp.spec.shared import default_runs_dir
+        from clusterddp.spec.layers import default_runs_dir
 
         try:
             runs_dir = ctx.params.get("runs_dir") or default_runs_dir(ctx.obj.environ if ctx.obj else {})

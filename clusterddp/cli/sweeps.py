@@ -165,7 +165,7 @@ def _show_plan(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> in
 
 def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
     """Print which sweep was started and what to type next, or wait for its runs; return the exit code."""
-    from clusterddp.spec.shared import default_runs_dir
+    from clusterddp.spec.layers import default_runs_dir
 
     carrier = text.carrier_text(submitted.launcher, submitted.job_id)
     say(f"{verb} {click.style(submitted.sweep, bold=True)}: {format_count(len(submitted.runs), 'run')}  ({carrier})")

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from clusterddp.errors import UsageError
 from clusterddp.importing.shell import Text, as_written, is_fixed
 from clusterddp.spec import tree
-from clusterddp.spec.hostfile import read_hostfile
+from clusterddp.spec.hosts import read_hostfile
 from clusterddp.spec.scalars import RANK_VARIABLES
 from clusterddp.spec.secret_values import is_secret
 from clusterddp.spec.section import MAX_RANKS

@@ -88,8 +88,7 @@ def plan_command(
 
     Raises: UsageError: the spec names paths that are not valid there.
     """
-    from clusterddp.spec.profiles import CONFIG_VARIABLE, config_path
-    from clusterddp.spec.shared import PROJECT_VARIABLE, SITE_VARIABLE
+    from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
 
     config, shared = config_path(environ), resolved.shared
     files = {SPEC: resolved.text, _CONFIG: config.read_text() if config else ""}

@@ -33,7 +33,7 @@ def find_node(profile: str | None, environ: Mapping[str, str]) -> Node | None:
     """Find the login node of a profile, or of the default profile; None: it has none, or this is the login node."""
     if AT_LOGIN in environ:
         return None
-    from clusterddp.spec.profiles import read_profile_login
+    from clusterddp.spec.layers import read_profile_login
 
     found = read_profile_login(environ, profile)
     return Node(profile=found[0], login=found[1]) if found else None

@@ -16,12 +16,11 @@ from clusterddp.spec.hosts import with_node_for_each_host
 from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.notify_section import notify_conflicts
-from clusterddp.spec.problems import did_you_mean, problem_at
 from clusterddp.spec.section import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.ssh_section import ssh_conflicts
 from clusterddp.spec.train_section import train_conflicts
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, to_data
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, did_you_mean, problem_at, to_data
 from clusterddp.system.timeouts import HOST_SILENCE_S
 
 _BOUNDS = {

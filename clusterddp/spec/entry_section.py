@@ -14,9 +14,9 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Wi
 from clusterddp.ranks.placeholders import VARIABLES, find_placeholders
 from clusterddp.spec import fields
 from clusterddp.spec.fields import Matching, Word
-from clusterddp.spec.problems import did_you_mean
 from clusterddp.spec.scalars import plain, read_filled_text, read_loose_text, read_text, refuse
 from clusterddp.spec.section import Conflict, Section
+from clusterddp.spec.tree import did_you_mean
 
 PROGRAMS = ("script", "module", "function", "command")
 """The keys that name the program; an entry has exactly one of them."""

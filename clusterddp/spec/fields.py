@@ -18,14 +18,16 @@ from pydantic import (
 from pydantic_core import CoreSchema
 from pydantic_core.core_schema import no_info_before_validator_function
 
-from clusterddp.spec.duration import TIME, Duration, read_duration
 from clusterddp.spec.hosts import HOST_SET, read_host
 from clusterddp.spec.image_sets import NAMES
 from clusterddp.spec.scalars import (
     FETCHABLE,
+    TIME,
     VARIABLE,
+    Duration,
     Fetched,
     read_bool,
+    read_duration,
     read_fetch,
     read_filled_text,
     read_float,

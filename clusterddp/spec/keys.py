@@ -10,9 +10,8 @@ from pydantic import BaseModel
 
 from clusterddp.errors import Problem
 from clusterddp.spec.model import JobSpec, json_schema
-from clusterddp.spec.problems import closest, did_you_mean, problem_at
 from clusterddp.spec.section import section_of, spellings
-from clusterddp.spec.tree import ListNode, Mapping, Node
+from clusterddp.spec.tree import ListNode, Mapping, Node, closest, did_you_mean, problem_at
 
 MAX_SUGGESTIONS = 50
 """The most unknown keys that get a suggestion; a file with more is no spec, and the search takes time."""

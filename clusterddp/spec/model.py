@@ -12,9 +12,9 @@ from pydantic import AliasChoices, BaseModel, Field, model_validator
 from clusterddp.spec import fields
 from clusterddp.spec.entry_section import PROGRAMS, EntrySpec
 from clusterddp.spec.fields import Count, Word
+from clusterddp.spec.layers import ALLOWED, RUNS_DIR, RUNS_DIR_DESCRIPTION
 from clusterddp.spec.notify_section import NotifySpec
 from clusterddp.spec.section import Section, section_of, spellings
-from clusterddp.spec.shared import ALLOWED, RUNS_DIR, RUNS_DIR_DESCRIPTION
 from clusterddp.spec.ssh_section import Ssh, SshHost
 from clusterddp.spec.train_section import TrainSpec
 

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.overrides import COMMAND_LINE, Override
-from clusterddp.spec.problems import problem_at, spec_error
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, merge, show
+from clusterddp.spec.layers import COMMAND_LINE, Override
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, merge, problem_at, show, spec_error
 
 _ARGS = ("entry", "args")
 _NUMBER = re.compile(r"-\.?[0-9].*")

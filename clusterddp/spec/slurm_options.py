@@ -10,9 +10,8 @@ from collections.abc import Callable, Mapping
 
 from pydantic_core import PydanticCustomError
 
-from clusterddp.spec.duration import read_duration
-from clusterddp.spec.problems import closest
-from clusterddp.spec.tree import describe
+from clusterddp.spec.scalars import read_duration
+from clusterddp.spec.tree import closest, describe
 
 OWNED: dict[str, str] = {
     "job_name": "name: sets it; clusterddp adds a tag that identifies the job",

@@ -17,11 +17,22 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import Problem, SpecError
+from clusterddp.spec.layers import COMMAND_LINE, Override, parse_argument
 from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
-from clusterddp.spec.overrides import COMMAND_LINE, Override, parse_argument
-from clusterddp.spec.problems import in_order, problem_at, spec_error
 from clusterddp.spec.program_arguments import value_at
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, brief, show, without
+from clusterddp.spec.tree import (
+    ListNode,
+    Mapping,
+    Node,
+    Place,
+    Scalar,
+    brief,
+    in_order,
+    problem_at,
+    show,
+    spec_error,
+    without,
+)
 from clusterddp.spec.yamlfile import parse_value
 
 MAX_VARIANTS = 10_000

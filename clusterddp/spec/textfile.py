@@ -9,8 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from clusterddp.spec.problems import spec_error
-from clusterddp.spec.tree import Place
+from clusterddp.spec.tree import Place, spec_error
 
 MAX_BYTES = 1_000_000
 

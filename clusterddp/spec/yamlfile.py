@@ -13,9 +13,8 @@ from typing import Any, NoReturn
 import yaml
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.problems import problem_at, spec_error
 from clusterddp.spec.textfile import LINE_BREAK
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, show
+from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, problem_at, show, spec_error
 
 MAX_DEPTH = 20
 MAX_VALUES = 50_000

@@ -165,10 +165,10 @@ def printed_by_ssh(root: Path) -> Iterator[Target]:
 
 def specs(root: Path) -> Iterator[Target]:
     from clusterddp.errors import SpecError
-    from clusterddp.spec.hostfile import parse_hosts, read_hostfile
+    from clusterddp.spec.hosts import parse_hosts, read_hostfile
+    from clusterddp.spec.layers import parse_environment
     from clusterddp.spec.load import load_spec
-    from clusterddp.spec.overrides import parse_environment
-    from clusterddp.spec.problems import format_spec_error
+    from clusterddp.spec.tree import format_spec_error
 
     file = root / "work" / "read.yaml"
 

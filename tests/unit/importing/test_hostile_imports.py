@@ -12,8 +12,7 @@ from clusterddp.importing.files import Findings
 from clusterddp.importing.reading import MAX_SCRIPT, import_files
 from clusterddp.network.hostlist import expand
 from clusterddp.ranks.slurm_step import expand_counts
-from clusterddp.spec.hostfile import parse_hosts, read_hostfile
-from clusterddp.spec.hosts import MAX_HOSTS, expand_all
+from clusterddp.spec.hosts import MAX_HOSTS, expand_all, parse_hosts, read_hostfile
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.secret_values import is_secret
 from clusterddp.spec.slurm_options import option_problem

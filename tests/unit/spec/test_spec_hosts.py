@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.network.hostlist import expand
-from clusterddp.spec.hostfile import parse_hosts, read_hostfile
-from clusterddp.spec.hosts import expand_hosts, share_out
+from clusterddp.spec.hosts import expand_hosts, parse_hosts, read_hostfile, share_out
 from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml
 from clusterddp.spec.model import JobSpec
 

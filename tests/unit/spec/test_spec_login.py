@@ -11,8 +11,8 @@ from clusterddp.errors import ClusterddpError, SpecError, UsageError
 from clusterddp.login.commands import SentFile, plan_command
 from clusterddp.login.node import choose_variables
 from clusterddp.login.record import SentRun, find_sent_run, write_sent_run
+from clusterddp.spec.layers import read_profile, read_profile_login
 from clusterddp.spec.load import load_spec
-from clusterddp.spec.profiles import read_profile, read_profile_login
 from clusterddp.system.files import write_json
 
 

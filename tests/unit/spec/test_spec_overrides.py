@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import SpecError
+from clusterddp.spec.layers import config_path
 from clusterddp.spec.load import Change, ResolvedSpec, load_spec
-from clusterddp.spec.profiles import config_path
 from clusterddp.spec.train_section import TrainSpec
 
 NO_ASSIGNMENT = "expected key=value, for example train.lr=0.2, or ~key for the default"

@@ -1,0 +1,451 @@
+"""What is laid over and under a spec: overrides of the command line and the environment; profiles, shared files.
+
+Arguments follow Hydra's basic grammar: `train.lr=0.2` sets, `+env.NAME=1` sets as well (new or not), `~train.lr` resets
+to the default. A value that begins with a quote, [ or { is YAML; any other, and one that begins with a placeholder such
+as {output_dir}, is one scalar, byte for byte, as if it stood in the spec without quotes. As a variable, `train.lr=0.2`
+is `CLUSTERDDP__TRAIN__LR=0.2`; what follows CLUSTERDDP__ENV__ keeps its case.
+
+A profile says where to run, in the user's `config.yaml`; the spec has what to run:
+
+profiles:
+  lab: {launcher: slurm, slurm: {partition: gpu, account: vision}}
+  hpc: {launcher: slurm, login: hpc-login}       # commands run on that host
+  far: {launcher: slurm, login: {host: far, venv: ~/torch, runs_dir: /scratch/ana/runs}}
+default_profile: lab
+
+A project file `clusterddp.yaml` and the site file of a lab hold values for all specs:
+
+launcher: slurm
+slurm: {partition: gpu, account: vision}
+env: {NCCL_DEBUG: WARN}
+runs_dir: /scratch/{user}/runs       # from here, from / or from ~/
+"""
+
+from __future__ import annotations
+
+import functools
+import grp
+import itertools
+import os
+import pwd
+import re
+import stat
+from collections.abc import Iterable, Iterator
+from collections.abc import Mapping as Map
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import platformdirs
+
+from clusterddp.errors import Problem, SpecError
+from clusterddp.network.hostlist import expand
+from clusterddp.spec.textfile import decode, read_bytes
+from clusterddp.spec.tree import (
+    Mapping,
+    Node,
+    Place,
+    Scalar,
+    describe,
+    did_you_mean,
+    problem_at,
+    show,
+    spec_error,
+    without,
+)
+
+if TYPE_CHECKING:
+    from clusterddp.spec.ssh_section import Login
+
+
+ENV_PREFIX = "CLUSTERDDP__"
+COMMAND_LINE = "command line"
+MAX_ARGUMENT_SHOWN = 80
+
+_KEY = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_-]*(\.[A-Za-z0-9_-]+){0,19}")
+"""The deepest key, as for the nesting of a spec (yamlfile.py)."""
+_PLACEHOLDER = re.compile(r"\{[a-z][a-z0-9_]*\}|\{\{[a-z][a-z0-9_]*\}\}")
+_OPTIONS = {("device", "cpu"): "--cpu"}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Override:
+    """One value for one key; without a node the key is reset to its default."""
+
+    path: tuple[str, ...]
+    node: Node | None
+    place: Place
+
+    def as_tree(self) -> Mapping:
+        """Return a tree that holds only this value; for a reset, an empty scalar."""
+        node = self.node or Scalar(text="", quoted=False, place=self.place)
+        for part in reversed(self.path):
+            node = Mapping(entries={part: node}, keys={part: self.place}, place=self.place)
+        assert isinstance(node, Mapping)
+        return node
+
+
+def parse_argument(argument: str) -> Override:
+    """Parse `key=value`, `+key=value` or `~key`. Raises: SpecError."""
+    shown = argument if len(argument) <= MAX_ARGUMENT_SHOWN else argument[: MAX_ARGUMENT_SHOWN - 3] + "..."
+    place = Place(source=f"{shown} ({COMMAND_LINE})", origin=COMMAND_LINE)
+    key, equals, value = argument.partition("=")
+    reset = key.startswith("~")
+    key = key[1:] if reset or key.startswith("+") else key
+    if reset and equals:
+        raise spec_error(place, "a key is reset without a value", f"~{key}")
+    if not _KEY.fullmatch(key) or not (reset or equals):
+        raise spec_error(place, "expected key=value, for example train.lr=0.2, or ~key for the default")
+    node = None if reset else _parse_text(value, key, place)
+    return Override(path=tuple(key.split(".")), node=node, place=place)
+
+
+def parse_environment(environ: Map[str, str]) -> tuple[list[Override], list[Problem]]:
+    """Parse the CLUSTERDDP__* variables, in the order of their names."""
+    overrides: list[Override] = []
+    problems: list[Problem] = []
+    for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX)):
+        section, _, rest = variable.removeprefix(ENV_PREFIX).partition("__")
+        section = section.lower()
+        names = [rest] if section == "env" else rest.lower().split("__")
+        path = (section, *(name for name in names if rest))
+        place = Place(source=variable, origin=variable)
+        try:
+            if not _KEY.fullmatch(".".join(path)):
+                raise spec_error(place, "names no key", "CLUSTERDDP__TRAIN__LR=0.2 stands for train.lr=0.2")
+            node = _parse_text(environ[variable], ".".join(path), place)
+            overrides.append(Override(path=path, node=node, place=place))
+        except SpecError as error:
+            problems += error.problems
+    return overrides, problems
+
+
+def from_options(options: Map[str, str]) -> list[Override]:
+    """Make overrides of the command's own options, such as `{"launcher": "local"}` for --launcher local."""
+    overrides = []
+    for key, value in options.items():
+        option = _OPTIONS.get((key, value), "--" + key.replace("_", "-"))
+        place = Place(source=option, origin=option)
+        node = Scalar(text=value, quoted=False, place=place)
+        overrides.append(Override(path=tuple(key.split(".")), node=node, place=place))
+    return overrides
+
+
+def _parse_text(value: str, key: str, place: Place) -> Node:
+    if value[:1] in ("[", "{", '"', "'") and not _PLACEHOLDER.match(value):
+        from clusterddp.spec.yamlfile import parse_value  # commands that only look at runs do without YAML
+
+        try:
+            return parse_value(value, place) or Scalar(text="", quoted=False, place=place)
+        except SpecError as error:
+            message = f"cannot be read as YAML: {error.problems[0].message}"
+            raise spec_error(place, message, error.problems[0].hint, key=key) from error
+    if "," in value:
+        raise spec_error(
+            place,
+            f"found several values, {show(value)}, expected one",
+            "--sweep makes a run of each; a text with a comma stands in double quotes inside of the shell's: "
+            f"{key}='{show(value)}'",
+            key=key,
+        )
+    return Scalar(text=value, quoted=False, place=place)
+
+
+CONFIG_VARIABLE = "CLUSTERDDP_CONFIG"
+_KEYS = ("profiles", "default_profile")
+_LOGIN = "login"
+
+
+def config_path(environ: Map[str, str]) -> Path | None:
+    """Return the path of the user's configuration; None: CLUSTERDDP_CONFIG is empty, or no home directory is known."""
+    if CONFIG_VARIABLE in environ:
+        return Path(environ[CONFIG_VARIABLE]) if environ[CONFIG_VARIABLE] else None
+    if "HOME" not in environ and "XDG_CONFIG_HOME" not in environ:
+        return None
+    return platformdirs.user_config_path("clusterddp") / "config.yaml"
+
+
+def read_profile(environ: Map[str, str], name: str | None) -> Mapping | None:
+    """Read the values of the profile `name`, or the default one, for specs; None when neither is given.
+
+    Raises: SpecError: no such profile, or the configuration is wrong.
+    """
+    _, profile = _find(environ, name)
+    return without(profile, (_LOGIN,)) if profile else None
+
+
+def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, Login] | None:
+    """Read the name and the login node of the profile `name`, or of the default one; None when it has none.
+
+    Raises: SpecError: no such profile, or the configuration is wrong.
+    """
+    chosen, profile = _find(environ, name)
+    if profile is None or _LOGIN not in profile.entries:
+        return None
+    return chosen, _read_login(profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}")
+
+
+def _read_login(node: Node, place: Place, key: str) -> Login:
+    """Read a profile's login node: a mapping, or only the host's name. `place`: of its key."""
+    # A command without a login node must not wait for pydantic to load.
+    from clusterddp.spec.check import check_section
+    from clusterddp.spec.ssh_section import Login
+
+    if isinstance(node, Scalar) and not node.null:
+        node = Mapping(entries={"host": node}, keys={"host": place}, place=place)
+    if not isinstance(node, Mapping):
+        raise spec_error(place, f"found {describe(node)}, expected the name of a host", key=key)
+    if "host" not in node.entries:
+        raise spec_error(place, "names no host, expected host: NAME", key=key)
+    login, problems = check_section(node, Login, key)
+    if login is None:
+        raise SpecError(tuple(problems))
+    several = len(expand(login.host)) != 1
+    wrong = f"{login.host} is a set of hosts, expected one" if several else login.python_problem
+    if wrong:
+        raise spec_error(place, wrong, key=key)
+    return login
+
+
+def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None]:
+    """Find the profile `name`, or the default one, and its name."""
+    path = config_path(environ)
+    if path is None or not (path.exists() or CONFIG_VARIABLE in environ):
+        if name is not None:
+            raise _unknown(Place(source=f"--profile {name}"), name, [], path)
+        return "", None
+    from clusterddp.spec.yamlfile import parse  # yaml, which a command without such a file does not wait for
+
+    text = decode(read_bytes(path), str(path))
+    profiles, default = _read_config(parse(text, str(path), may_be_empty=True))
+    place = Place(source=f"--profile {name}")
+    if name is None:
+        if default is None:
+            return "", None
+        name, place = default.text, default.place
+    if name not in profiles:
+        raise _unknown(place, name, sorted(profiles), path)
+    labelled = parse(text, str(path), origin=f"profile {name}").entries["profiles"]
+    chosen = labelled.entries[name] if isinstance(labelled, Mapping) else None
+    return name, chosen if isinstance(chosen, Mapping) else None
+
+
+def _read_config(config: Mapping) -> tuple[dict[str, Place], Scalar | None]:
+    """Check the configuration's own keys; returns the profiles' names with their places, and the default's name."""
+    problems: list[Problem] = [
+        problem_at(place, f"unknown key{did_you_mean(key, _KEYS)}", key=key)
+        for key, place in config.keys.items()
+        if key not in _KEYS
+    ]
+    default = config.entries.get("default_profile")
+    if isinstance(default, Scalar) and default.null:
+        default = None
+    if default is not None and not isinstance(default, Scalar):
+        message = f"found {describe(default)}, expected the name of a profile"
+        problems.append(problem_at(config.keys["default_profile"], message, key="default_profile"))
+        default = None
+    profiles = config.entries.get("profiles")
+    names: dict[str, Place] = {}
+    if isinstance(profiles, Mapping):
+        names = profiles.keys
+        for name, profile in profiles.entries.items():
+            if not isinstance(profile, Mapping) and not (isinstance(profile, Scalar) and profile.null):
+                message = f"found {describe(profile)}, expected keys and values of a spec"
+                problems.append(problem_at(profile.place, message, key=f"profiles.{name}"))
+    elif profiles is not None and not (isinstance(profiles, Scalar) and profiles.null):
+        message = f"found {describe(profiles)}, expected a mapping of names to profiles"
+        problems.append(problem_at(config.keys["profiles"], message, key="profiles"))
+    if problems:
+        raise SpecError(tuple(problems))
+    return names, default
+
+
+def _unknown(place: Place, name: str, names: list[str], path: Path | None) -> SpecError:
+    known = f"there are: {', '.join(names)}" if names else "there are none"
+    where = f" ({path})" if path is not None else ""
+    message = f"no profile {describe(name)}; {known}{where}{did_you_mean(name, names)}"
+    return spec_error(place, message)
+
+
+PROJECT_FILE = "clusterddp.yaml"
+PROJECT_VARIABLE = "CLUSTERDDP_PROJECT"
+SITE_FILE = Path("/etc/clusterddp/site.yaml")
+SITE_VARIABLE = "CLUSTERDDP_SITE"
+RUNS_DIR = "runs_dir"
+RUNS_VARIABLE = "CLUSTERDDP_RUNS"
+_DEFAULT_RUNS = "runs"
+RUNS_DIR_DESCRIPTION = (
+    "Directory of the runs, where --runs and CLUSTERDDP_RUNS name none: from this file, from / or from ~/; {user} is "
+    "the name of the user. Commands take that of the working directory's project."
+)
+ALLOWED = (
+    *("launcher", "device", "resources", "network", "stop", "env", "secrets", "restarts", "hang", "hang_after"),
+    *("keep", "snapshot", "train", "slurm", "container", "ssh"),
+)
+"""The keys of a spec that a shared file may set. `ssh` and `container` name a Python, which is a fact of the machines:
+without it a file could not describe them. A key that is not listed is refused, so that a new one is decided on."""
+_CODE = ("entry", "notify")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedFile:
+    """A project file or a site file, read."""
+
+    path: Path
+    tree: Mapping
+    """Its values for specs."""
+    text: str
+    runs_dir: Path | None
+    """The directory of the runs."""
+
+    @property
+    def name(self) -> str:
+        """Its name in messages and origins."""
+        return self.tree.place.source
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SharedFiles:
+    """The files that are found for a spec, or for a directory."""
+
+    site: SharedFile | None = None
+    project: SharedFile | None = None
+
+    def __iter__(self) -> Iterator[SharedFile]:
+        """Yield those that exist, the one that is overridden first."""
+        yield from (file for file in (self.site, self.project) if file is not None)
+
+    @property
+    def runs_dir(self) -> Path | None:
+        return next((file.runs_dir for file in reversed(tuple(self)) if file.runs_dir), None)
+
+
+def read_shared_files(environ: Map[str, str], directory: Path, *, spec: Path | None = None) -> SharedFiles:
+    """Read the site file, and the project file of a directory; `spec`: the spec itself is no project file.
+
+    Raises: SpecError: a file cannot be read, is not YAML, or belongs to another user or can be written by others.
+    """
+    site = _named(environ, SITE_VARIABLE, SITE_FILE if _exists(SITE_FILE) else None)
+    found = None if PROJECT_VARIABLE in environ else find_project_file(environ, directory, spec=spec)
+    project = _named(environ, PROJECT_VARIABLE, found)
+    return SharedFiles(
+        site=_read(site, SITE_VARIABLE) if site else None,
+        project=_read(project, PROJECT_VARIABLE) if project else None,
+    )
+
+
+def default_runs_dir(environ: Map[str, str]) -> Path:
+    """Return where runs lie without --runs.
+
+    Raises: SpecError: the project file or the site file cannot be used.
+    """
+    if named := environ.get(RUNS_VARIABLE):
+        return Path(named)
+    try:
+        return read_shared_files(environ, Path.cwd()).runs_dir or Path(_DEFAULT_RUNS)
+    except SpecError as error:
+        raise SpecError(error.problems, "so the runs directory is not known: --runs DIR names it") from error
+
+
+def find_project_file(environ: Map[str, str], directory: Path, *, spec: Path | None = None) -> Path | None:
+    """Find `clusterddp.yaml` in a directory or above it: up to the root of the git repository or the home directory.
+
+    With neither above, as far up as the directories belong to this user and no other user can write to them.
+    """
+    home = Path(environ["HOME"]).resolve() if environ.get("HOME") else None
+    places = [directory.resolve(), *directory.resolve().parents]
+    ends = [index for index, place in enumerate(places) if place == home or _exists(place / ".git")]
+    above: Iterable[Path] = places[1 : ends[0] + 1] if ends else itertools.takewhile(_is_own, places[1:])
+    own = spec.absolute() if spec else None
+    for place in (places[0], *above):
+        path = place / PROJECT_FILE
+        if os.path.lexists(path) and not (own and _is_same(path, own)):
+            return path
+    return None
+
+
+def refusals(tree: Mapping) -> Iterator[Problem]:
+    """Yield a problem for each key that a shared file may not set; `tree`: with one spelling for each key."""
+    for key, place in tree.keys.items():
+        if key not in ALLOWED:
+            why = "it names code that runs, and" if key in _CODE else "it is for one spec, and"
+            message = f"belongs in a spec: {why} this file holds for all specs"
+            hint = f"is this a spec? A file of another name than {PROJECT_FILE} is none for a project"
+            named = Path(place.source).name == PROJECT_FILE
+            yield problem_at(place, message, hint if named else None, key=key)
+
+
+def _named(environ: Map[str, str], variable: str, default: Path | None) -> Path | None:
+    """Return the path that a variable names; an empty one: none."""
+    if variable not in environ:
+        return default
+    return Path(environ[variable]).expanduser() if environ[variable] else None
+
+
+def _read(path: Path, variable: str) -> SharedFile:
+    """Read a shared file, if it can be trusted."""
+    from clusterddp.spec.yamlfile import parse  # yaml, which a command without such a file does not wait for
+
+    near = path.is_absolute() and path.parent == Path.cwd()
+    place = Place(source=path.name if near else str(path))
+    text = decode(read_bytes(path, check=functools.partial(_refuse_stranger, path, place, variable)), place.source)
+    tree = parse(text, place.source, may_be_empty=True)
+    return SharedFile(path=path, tree=without(tree, (RUNS_DIR,)), text=text, runs_dir=_read_runs_dir(tree, path))
+
+
+def _refuse_stranger(path: Path, place: Place, variable: str, found: os.stat_result) -> None:
+    """Raises: SpecError: another user wrote the file, or can write it."""
+    without_it = f"; {variable}= (empty) goes without it"
+    owners = {found.st_uid, os.lstat(path).st_uid} - {0, os.geteuid()}
+    if owners:
+        message = f"belongs to {_user_name(owners.pop())}, expected a file of yours or root's: its values are not used"
+        raise spec_error(place, message, f"a copy of your own counts{without_it}")
+    others = stat.S_IWOTH | (0 if _is_private_group(found) else stat.S_IWGRP)
+    if found.st_mode & others:
+        message = f"can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): its values are not used"
+        raise spec_error(place, message, f"chmod go-w {path}{without_it}")
+
+
+def _is_private_group(found: os.stat_result) -> bool:
+    """Return whether the file's group has its owner's name and no other member, as where each user has a group."""
+    try:
+        group, owner = grp.getgrgid(found.st_gid), pwd.getpwuid(found.st_uid).pw_name
+    except KeyError:
+        return False
+    return group.gr_name == owner and set(group.gr_mem) <= {owner}
+
+
+def _is_same(path: Path, spec: Path) -> bool:
+    return _exists(path) and _exists(spec) and path.samefile(spec)
+
+
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError:  # in a directory that this user cannot search
+        return False
+
+
+def _is_own(directory: Path) -> bool:
+    found = directory.stat()
+    return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
+
+
+def _user_name(uid: int) -> str:
+    try:
+        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+    except KeyError:
+        return f"uid {uid}"
+
+
+def _read_runs_dir(tree: Mapping, path: Path) -> Path | None:
+    node = tree.entries.get(RUNS_DIR)
+    if node is None or (isinstance(node, Scalar) and node.null):
+        return None
+    if not isinstance(node, Scalar):
+        raise spec_error(tree.keys[RUNS_DIR], f"found {describe(node)}, expected a directory", key=RUNS_DIR)
+    try:
+        user = pwd.getpwuid(os.geteuid()).pw_name if "{user}" in node.text else ""
+        return Path(os.path.normpath(path.absolute().parent / Path(node.text.replace("{user}", user)).expanduser()))
+    except (RuntimeError, KeyError) as error:
+        raise spec_error(node.place, f"found {describe(node)}, and no such user is known", key=RUNS_DIR) from error
