@@ -83,8 +83,7 @@ def airbench(script: Path, data_dir: Path) -> Turn:
 
     if not script.exists():
         raise UnavailableError("cifar10-airbench could not be cloned; --airbench PATH takes another place")
-    spec = TrainSpec(dataset="cifar10", data_dir=str(data_dir))
-    whole = load_dataset(spec, device=torch.device("cpu"), prepare=False)
+    whole = load_dataset(TrainSpec(dataset="cifar10", data_dir=str(data_dir), download=False))
     with tempfile.TemporaryDirectory(prefix="airbench-") as directory:
         folder = Path(directory, "cifar10")
         folder.mkdir()

@@ -199,7 +199,6 @@ def net_of(arguments: argparse.Namespace) -> Any:
 
 def tensors(samples: int) -> Any:
     """Return the trainer's own noise (dataset `random`), normalised, as a TensorDataset of float32 in NCHW."""
-    import torch
     from torch.utils.data import TensorDataset
 
     from clusterddp.train.data.augment import normalize
@@ -207,7 +206,7 @@ def tensors(samples: int) -> Any:
     from clusterddp.train.spec import TrainSpec
 
     spec = TrainSpec(dataset="random", samples=samples)
-    whole = load_dataset(spec, device=torch.device("cpu"), prepare=False)
+    whole = load_dataset(spec)
     return TensorDataset(normalize(whole.train_images, mean=whole.mean, std=whole.std), whole.train_labels)
 
 

@@ -30,9 +30,17 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
 }
 _Model = TypeVar("_Model", bound=BaseModel)
+_LARGE_SETS = (
+    *("clevrclassification", "country211", "fer2013", "imagenet", "pcam", "places365", "renderedsst2", "stanfordcars"),
+)
 _REMOVED: dict[tuple[str, str], str] = {
     ("train.comm", "auto"): "write the mode itself: exact, or local:8 where a slow network links the ranks",
     ("train.comm", "powersgd"): "local:8 sends little over a slow network, and no rank waits for it",
+    **dict.fromkeys(
+        [("train.dataset", name) for name in _LARGE_SETS],
+        "a script of your own reads it (docs/entry.md); dataset: folder does if its images are in train/CLASS/ and "
+        "test/CLASS/",
+    ),
 }
 """(dotted key, value) that earlier versions had -> what to use instead, in one sentence for a hint; of a value such as
 word:4 it is the word."""

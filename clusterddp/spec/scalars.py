@@ -15,7 +15,7 @@ from typing import Literal, NoReturn, TypeAlias, get_args
 
 from pydantic_core import PydanticCustomError
 
-from clusterddp.spec.image_sets import NAMES, REFUSED
+from clusterddp.spec.image_sets import NAMES
 from clusterddp.spec.tree import Scalar, describe, did_you_mean
 from clusterddp.system.units import UNIT_S
 
@@ -107,8 +107,6 @@ RANK_VARIABLES = frozenset(
     }
 )  # fmt: skip
 
-FOLDER_HINT = "dataset folder reads any images that lie in data_dir/train/CLASS/ and data_dir/test/CLASS/"
-
 Fetched: TypeAlias = Literal["logs", "metrics", "checkpoints"]
 FETCHABLE: tuple[Fetched, ...] = get_args(Fetched)
 
@@ -196,8 +194,6 @@ def read_word(value: object) -> str | None:
 def read_image_set(value: object) -> str:
     """Read the name of a set of images that the trainer knows."""
     name = read_text(value)
-    if name in REFUSED:
-        raise problem(f"the trainer does not train on {name}: {REFUSED[name]}", FOLDER_HINT)
     if name not in NAMES:
         meant = did_you_mean(name, NAMES)
         refuse(value, f"a set that the trainer knows{meant}", None if meant else f"they are {', '.join(NAMES)}")

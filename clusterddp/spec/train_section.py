@@ -9,7 +9,7 @@ from pydantic import Field
 
 from clusterddp.spec import fields
 from clusterddp.spec.fields import Comm, Count, Pixels, Word
-from clusterddp.spec.image_sets import BUILT_IN, FOLDER, IMAGE_SETS, fits_fastnet, kept_side, model_side
+from clusterddp.spec.image_sets import BUILT_IN, FOLDER, IMAGE_SETS, fits_fastnet, kept_side, own_side
 from clusterddp.spec.section import Conflict, Section
 
 if TYPE_CHECKING:
@@ -182,7 +182,7 @@ def _image_conflicts(train: TrainSpec) -> Iterator[Conflict]:
             keys=("train.image_size", "train.dataset"),
             message=f"found {train.image_size}, expected at least {own}, the size of {train.dataset}'s images",
         )
-    side = model_side(train.dataset, train.image_size)
+    side = train.image_size or own_side(train.dataset)
     if train.model == "fastnet" and side is not None and not fits_fastnet(side):
         yield Conflict(
             keys=("train.model", "train.image_size", "train.dataset"),

@@ -83,7 +83,7 @@ def agree_on_compute_slot(host: Host | None, *, cores: int | None = None) -> Com
 
     `cores`: those of the host; None: count them.
     """
-    if host is None:
+    if host is None or host.group.device.type != "cpu":
         return ComputeSlot()
     cores = host.gather(cores or _count_cores(host))[host.ranks[0]]
     at_once = max(1, cores // torch.get_num_threads())
@@ -107,7 +107,7 @@ def keep_memory_that_is_there(host: Host | None) -> None:
 
     A heap that is kept has holes, and others use the machine, too: what all ranks took at most must be free twice over.
     """
-    if host is None:
+    if host is None or host.group.device.type != "cpu":
         return
     peaks = host.gather(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     free = host.gather(free_bytes() or 0)[host.ranks[0]]

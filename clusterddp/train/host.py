@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from clusterddp.spec.image_sets import BUILT_IN
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.group import Group, max_over_ranks
 
@@ -58,11 +57,8 @@ class Host:
 
 
 def find_host(group: Group) -> Host | None:
-    """Find the ranks that share this one's host; None where nothing is shared: on a GPU, elsewhere than on Linux.
-
-    Every rank must take part.
-    """
-    if group.device.type != "cpu" or sys.platform != "linux":
+    """Find the ranks that share this one's host; None elsewhere than on Linux. Every rank must take part."""
+    if sys.platform != "linux":
         return None
     numbers, pids = _gather(_host_number(), group), _gather(os.getpid(), group)
     ranks = tuple(rank for rank, number in enumerate(numbers) if number == numbers[group.rank])
@@ -70,25 +66,24 @@ def find_host(group: Group) -> Host | None:
 
 
 def load_once(spec: TrainSpec, group: Group, host: Host | None) -> Dataset:
-    """Load the data set, one copy for all ranks of a host. Every rank must take part.
+    """Load the data set once for all ranks of a host, which on the CPU share it. Every rank must take part.
 
-    Sets of image files have a cache that each rank maps by itself. On a GPU each rank has its own copy.
-    Raises: ClusterddpError: what `load_dataset` raises.
+    Raises: ClusterddpError: what `load_dataset` raises; a GPU has no memory for it.
     """
-    if host is None or spec.dataset not in BUILT_IN or len(set(host.gather(host.ranks[0]))) == group.world_size:
-        own = load_dataset(spec, device=group.device, prepare=True)
+    if host is None or len(set(host.gather(host.ranks[0]))) == group.world_size:
+        own = load_dataset(spec)
         max_over_ranks(0.0, group)  # NCCL would not wait for as long as a download may take
-        return own
+        return own.to(group.device)
     with host.shared_file("clusterddp-dataset") as (descriptor, path):
         if host.index == 0:
-            dataset = load_dataset(spec, device=group.device, prepare=True)
+            dataset = load_dataset(spec)
             with os.fdopen(os.dup(descriptor), "wb") as file:
                 torch.save(_fields(dataset), file)
         host.gather(0)  # until it is written
         try:
-            return Dataset(**torch.load(path, mmap=True, weights_only=True))
+            return Dataset(**torch.load(path, mmap=True, weights_only=True)).to(group.device)
         except OSError:  # this rank cannot open the first rank's files
-            return load_dataset(spec, device=group.device, prepare=True)
+            return load_dataset(spec).to(group.device)
 
 
 def _fields(dataset: Dataset) -> dict[str, object]:

@@ -53,7 +53,7 @@ def main(environ: Mapping[str, str]) -> None:
     dataset = load_once(spec, group, host)
     start_up.mark("data")
     slot = agree_on_compute_slot(host)
-    if host is not None:
+    if group.device.type == "cpu":
         return_freed_memory()
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
         setting = prepare(

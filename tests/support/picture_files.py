@@ -89,31 +89,6 @@ def write_flowers102(root: Path) -> None:
     savemat(folder / "setid.mat", {"trnid": [[7, 2]], "valid": [[3, 4]], "tstid": [[1, 5, 6]]})
 
 
-def write_stanford_cars(root: Path) -> None:
-    from scipy.io import savemat
-
-    folder = root / "stanford_cars"
-    (folder / "devkit").mkdir(parents=True)
-    tables = {"train": folder / "devkit" / "cars_train_annos.mat", "test": folder / "cars_test_annos_withlabels.mat"}
-    for half, table in tables.items():
-        rows = [(f"{number:05d}.jpg", number % 3 + 1) for number in range(4)]
-        for name, _ in rows:
-            write_image(folder / f"cars_{half}" / name, 50, 40)
-        savemat(table, {"annotations": np.array(rows, [("fname", object), ("class", object)])})
-    savemat(folder / "devkit" / "cars_meta.mat", {"class_names": np.array(["a", "b", "c"], object)})
-
-
-def write_pcam(root: Path) -> None:
-    from h5py import File
-
-    (root / "pcam").mkdir()
-    for half, count in (("train", 4), ("test", 3)):
-        name = str(root / "pcam" / f"camelyonpatch_level_2_split_{half}")
-        with File(f"{name}_x.h5", "w") as images, File(f"{name}_y.h5", "w") as targets:
-            images["x"] = noise(count, 96, 96, 3, seed=count)
-            targets["y"] = np.array([index % 2 for index in range(count)], np.uint8).reshape(count, 1, 1, 1)
-
-
 def write_folder(root: Path, *, sizes: Sequence[tuple[int, int]], test: str = "test", per_class: int = 2) -> None:
     """Two classes of smooth JPEGs; the sizes (width, height) take turns."""
     for half in ("train", test):

@@ -147,7 +147,7 @@ def settle(
     asked = iter(range(10**9))
     return prepare(
         spec,
-        load_dataset(spec, device=group.device, prepare=True),
+        load_dataset(spec).to(group.device),
         group,
         store=Store(run=RunDir(path), attempt=attempt, keep=spec.keep_checkpoints),
         reporter=Reporter(RunDir(path), attempt=attempt, first=group.is_first),

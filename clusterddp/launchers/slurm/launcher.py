@@ -41,7 +41,7 @@ from clusterddp.slurm.explain import advise_refusal
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm
-from clusterddp.spec.image_sets import can_download, is_there
+from clusterddp.spec.image_sets import FOLDER, is_there
 from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
@@ -77,12 +77,12 @@ class SlurmLauncher:
         name, data_dir = str(train["dataset"]), Path(train["data_dir"])
         if is_there(name, data_dir) or _is_elsewhere(plan, data_dir):
             return
-        if can_download(name):
+        if name != FOLDER:
             argv = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
             path = "".join(f"{key}={shlex.quote(value)} " for key, value in python_path({}).items())
             hint = f"{path}{shlex.join(argv)}  # downloads it here; train.data_dir names a directory that has it"
         else:
-            hint = "train.data_dir names the directory that has it; docs/trainer.md lists what belongs there"
+            hint = "train.data_dir names the directory that has it: train/CLASS/ and test/CLASS/"
         raise PreflightError(
             f"{plan.name}: {name} is not in {data_dir}, and the nodes would look for it only after the job has started",
             hint=hint,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,12 +10,10 @@ import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.spec.image_sets import BUILT_IN, kept_side
 from clusterddp.train.data import cifar10, fashion_mnist
 from clusterddp.train.data.augment import derive_seed
 from clusterddp.train.data.download import default_data_dir
-from clusterddp.train.data.image_cache import demand_memory, read_cached
-from clusterddp.train.data.image_files import ImageSource, find_source
+from clusterddp.train.data.image_files import demand_memory, mean_and_std, read_images
 from clusterddp.train.data.shapes import CLASSES, generate_shapes
 
 if TYPE_CHECKING:
@@ -53,27 +51,49 @@ class Dataset:
         """The shape of an image that the model sees: channel, height, width."""
         return self.train_images.shape[1], self.image_size, self.image_size
 
+    def to(self, device: torch.device) -> Dataset:
+        """Return the set on `device`.
 
-def load_dataset(spec: TrainSpec, *, device: torch.device, prepare: bool) -> Dataset:
-    """Read or generate the data set of `spec`, wholly onto `device`.
+        Raises: ClusterddpError: a GPU has no memory for it.
+        """
+        if device.type == "cuda":
+            demand_memory(self.label, self.train_images.numel() + self.test_images.numel(), device=device)
+        return replace(
+            self,
+            train_images=self.train_images.to(device),
+            train_labels=self.train_labels.to(device),
+            test_images=self.test_images.to(device),
+            test_labels=self.test_labels.to(device),
+        )
 
-    With `prepare` (and `spec.download`) a set that is missing is downloaded, once per host. Every rank of the host may
-    pass it: the first takes the lock, the others wait for it and then read. Without it a missing set is an error.
 
-    Raises:
-        ClusterddpError: the files are missing, damaged or unsafe, or there are fewer images than `spec.samples`.
+def load_dataset(spec: TrainSpec) -> Dataset:
+    """Read or generate the data set of `spec`, wholly into memory.
+
+    A set that is missing is downloaded, once per host, unless `spec.download` is false: the first rank takes the lock,
+    the others wait for it and then read.
+    Raises: ClusterddpError: the files are missing, damaged or unsafe, or there are fewer images than `spec.samples`.
     """
     if spec.dataset == "shapes":
-        return _generated_shapes(spec, device)
+        count = spec.samples or _GENERATED_SAMPLES
+        train = generate_shapes(count, derive_seed(spec.seed, _TRAIN))
+        test = generate_shapes(_test_count(count), derive_seed(spec.seed, _TEST))
+        return _generated(spec, train, test, num_classes=len(CLASSES), label="shapes (generated)")
     if spec.dataset == "random":
-        return _random_noise(spec, device)
+        return _random_noise(spec)
     data_dir = Path(spec.data_dir).expanduser() if spec.data_dir else default_data_dir()
-    download = prepare and spec.download
     if spec.dataset == "cifar10":
-        return _read_cifar10(spec, data_dir, device, download=download)
+        train, test, label = cifar10.read_cifar10(data_dir, download=spec.download)
+        train, label = _first_samples(spec, train, label)
+        return _dataset(spec, train, test, label=label, num_classes=10, mean=cifar10.MEAN, std=cifar10.STD)
     if spec.dataset == "fashion_mnist":
-        return _read_fashion_mnist(spec, data_dir, device, download=download)
-    return _read_image_files(spec, find_source(spec.dataset, data_dir, download=download), device)
+        train, test, label = fashion_mnist.read_fashion_mnist(data_dir, download=spec.download)
+        train, label = _first_samples(spec, train, label)
+        grey = fashion_mnist
+        return _dataset(spec, train, test, label=label, num_classes=10, mean=grey.MEAN, std=grey.STD)
+    read = read_images(spec.dataset, data_dir, image_size=spec.image_size, samples=spec.samples, download=spec.download)
+    mean, std = mean_and_std(read.train[0])
+    return _dataset(spec, read.train, read.test, label=read.label, num_classes=read.num_classes, mean=mean, std=std)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
@@ -112,70 +132,48 @@ def batch_indices(
     return indices
 
 
-def _read_cifar10(spec: TrainSpec, data_dir: Path, device: torch.device, *, download: bool) -> Dataset:
-    train, test, label = cifar10.read_cifar10(data_dir, download=download)
-    return _place(spec, device, train, test, label=label, num_classes=10, mean=cifar10.MEAN, std=cifar10.STD)
+def _first_samples(spec: TrainSpec, train: Split, label: str) -> tuple[Split, str]:
+    """Cut training images to the first `spec.samples`. Raises ClusterddpError: there are fewer."""
+    count, there = spec.samples or len(train[1]), len(train[1])
+    if count > there:
+        raise ClusterddpError(
+            f"train.samples is {count:,}, but {label} has {there:,} train images",
+            hint="leave train.samples out to use all of them",
+        )
+    if count == there:
+        return train, label
+    return (train[0][:count], train[1][:count]), f"{label}, first {count:,} train images"
 
 
-def _read_fashion_mnist(spec: TrainSpec, data_dir: Path, device: torch.device, *, download: bool) -> Dataset:
-    train, test, label = fashion_mnist.read_fashion_mnist(data_dir, download=download)
-    mean, std = fashion_mnist.MEAN, fashion_mnist.STD
-    return _place(spec, device, train, test, label=label, num_classes=10, mean=mean, std=std)
-
-
-def _read_image_files(spec: TrainSpec, source: ImageSource, device: torch.device) -> Dataset:
-    cached = read_cached(source, side=kept_side(spec.dataset, spec.image_size), device=device, samples=spec.samples)
-    train, test = (cached.train_images, cached.train_labels), (cached.test_images, cached.test_labels)
-    label = f"{source.title} ({len(train[1]):,} train, {len(test[1]):,} test images)"
-    return _place(
-        spec, device, train, test, label=label, num_classes=cached.num_classes, mean=cached.mean, std=cached.std
-    )
-
-
-def _generated_shapes(spec: TrainSpec, device: torch.device) -> Dataset:
-    count = spec.samples or _GENERATED_SAMPLES
-    train = generate_shapes(count, derive_seed(spec.seed, _TRAIN))
-    test = generate_shapes(_test_count(count), derive_seed(spec.seed, _TEST))
-    return _generated(spec, device, train, test, num_classes=len(CLASSES), label="shapes (generated)")
-
-
-def _random_noise(spec: TrainSpec, device: torch.device) -> Dataset:
+def _random_noise(spec: TrainSpec) -> Dataset:
     """Return custom data that has the right form and no content, to try machines without any file."""
     count = spec.samples or _GENERATED_SAMPLES
     train = _noise(count, derive_seed(spec.seed, _TRAIN))
     test = _noise(_test_count(count), derive_seed(spec.seed, _TEST))
     warning = "dataset random is noise with random labels: its speed is real, its loss and accuracy mean nothing"
-    return _generated(spec, device, train, test, num_classes=10, label="random noise", warning=warning)
+    return _generated(spec, train, test, num_classes=10, label="random noise", warning=warning)
 
 
 def _test_count(train_count: int) -> int:
     return max(1, train_count // 5)
 
 
-def _noise(count: int, seed: int) -> tuple[Tensor, Tensor]:
+def _noise(count: int, seed: int) -> Split:
     random = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=random, dtype=torch.uint8)
     return images, torch.randint(0, 10, (count,), generator=random)
 
 
 def _generated(
-    spec: TrainSpec,
-    device: torch.device,
-    train: Split,
-    test: Split,
-    *,
-    num_classes: int,
-    label: str,
-    warning: str | None = None,
+    spec: TrainSpec, train: Split, test: Split, *, num_classes: int, label: str, warning: str | None = None
 ) -> Dataset:
     deviations, means = torch.std_mean(train[0].float().div_(255), dim=(0, 2, 3))
     mean, std = tuple(means.tolist()), tuple(deviations.tolist())
-    return _place(spec, device, train, test, label=label, num_classes=num_classes, mean=mean, std=std, warning=warning)
+    return _dataset(spec, train, test, label=label, num_classes=num_classes, mean=mean, std=std, warning=warning)
 
 
-def _place(
+def _dataset(
     spec: TrainSpec,
-    device: torch.device,
     train: Split,
     test: Split,
     *,
@@ -185,46 +183,21 @@ def _place(
     std: tuple[float, ...],
     warning: str | None = None,
 ) -> Dataset:
-    """Bring a set onto the device, its training images cut to `spec.samples` of them.
-
-    They are evenly spaced: files are often ordered by class.
-    """
-    count, there = _count_samples(spec, len(train[1]), label), len(train[1])
-    _check_pixels(spec, side=train[0].shape[2])
-    if device.type == "cuda":
-        demand_memory(label, count * train[0][0].numel() + test[0].numel(), device)
-    if count < there:
-        taken = torch.arange(count) if spec.dataset in BUILT_IN else torch.arange(count) * there // count
-        train = train[0][taken], train[1][taken]
-        label = f"{label}, {'first ' if spec.dataset in BUILT_IN else ''}{count:,} train images"
+    """Raise ClusterddpError where images are too small for their augmentation; for most sets the spec's rules do."""
+    side = train[0].shape[2]
+    for name, pixels in (("translate", spec.translate), ("cutout", spec.cutout)):
+        if pixels >= side:
+            raise ClusterddpError(f"train.{name} is {pixels}, expected less than {side}, the side of the images")
     return Dataset(
         name=spec.dataset,
         label=label,
-        train_images=train[0].to(device),
-        train_labels=train[1].to(device),
-        test_images=test[0].to(device),
-        test_labels=test[1].to(device),
+        train_images=train[0],
+        train_labels=train[1],
+        test_images=test[0],
+        test_labels=test[1],
         num_classes=num_classes,
-        image_size=max(spec.image_size or 0, train[0].shape[2]),
+        image_size=max(spec.image_size or 0, side),
         mean=mean,
         std=std,
         warning=warning,
     )
-
-
-def _count_samples(spec: TrainSpec, there: int, label: str) -> int:
-    """Return how many of the training images are used. Raises ClusterddpError: there are fewer."""
-    count = spec.samples or there
-    if count > there:
-        raise ClusterddpError(
-            f"train.samples is {count:,}, but {label} has {there:,} train images",
-            hint="leave train.samples out to use all of them",
-        )
-    return count
-
-
-def _check_pixels(spec: TrainSpec, *, side: int) -> None:
-    """Raise ClusterddpError where images are too small for their augmentation; for most sets the spec's rules do."""
-    for name, pixels in (("translate", spec.translate), ("cutout", spec.cutout)):
-        if pixels >= side:
-            raise ClusterddpError(f"train.{name} is {pixels}, expected less than {side}, the side of the images")

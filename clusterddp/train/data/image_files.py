@@ -1,20 +1,27 @@
-"""A data set of image files: where it is, and how torchvision opens its training and its test images."""
+"""A data set of images in memory: torchvision opens it, all cores decode it; too large a set is refused."""
 
 from __future__ import annotations
 
-import importlib.util
+import operator
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.spec.image_sets import FOLDER, IMAGE_SETS, ImageSet
-from clusterddp.train.data.download import download_once, import_datasets, missing_error
+import torch
+from torch import Tensor
 
+from clusterddp.errors import ClusterddpError
+from clusterddp.facts.memory import free_bytes
+from clusterddp.spec.image_sets import FOLDER, IMAGE_SETS, is_there, kept_side
+from clusterddp.system.units import format_bytes
+from clusterddp.train.data.download import download_once, import_datasets, log, missing_error
+
+_BLOCK = 64  # images that a thread reads at a time
 _FOLDER_HINT = (
     "dataset folder reads the images in data_dir/train/CLASS/ and data_dir/test/CLASS/ (or val), for each class"
 )
@@ -33,17 +40,14 @@ class SplitImages(Protocol):
 class ImageSource:
     """The files of a data set, and the arguments with which torchvision opens each split."""
 
-    name: str
     title: str
     """Its name in messages and beside figures."""
     root: Path
-    files: tuple[str, ...]
-    """The files and folders of the data set, in `root`."""
     reader: str
     """The class in torchvision.datasets."""
     splits: tuple[dict[str, Any], dict[str, Any]]
     """The arguments of the reader, besides its root: for the training images, for the test images."""
-    grey: bool = False
+    hint: str
 
     def open(self, transform: Callable[[Any], Any]) -> tuple[SplitImages, SplitImages]:
         """Open the training and the test images; `transform` is given each PIL image.
@@ -56,100 +60,181 @@ class ImageSource:
         except ImportError as error:
             raise ClusterddpError(
                 f"{socket.gethostname()}: torchvision reads {self.title}, and cannot be imported: {error}",
-                hint="install torchvision beside torch: pip install torchvision",
+                hint="install torchvision beside torch, and the package that is named: pip install torchvision",
             ) from error
         except (OSError, RuntimeError, ValueError, KeyError) as error:
+            cause = " ".join(f"{type(error).__name__}: {error}".split())
             raise ClusterddpError(
-                f"{self.root}: torchvision cannot read {self.title}: {_in_one_line(error)}",
-                hint=_FOLDER_HINT
-                if self.name == FOLDER
-                else "complete the files, or remove them to have them got again",
+                f"{self.root}: torchvision cannot read {self.title}: {cause}", hint=self.hint
             ) from error
-        _check_classes(self.title, getattr(train, "classes", []), getattr(test, "classes", []))
+        names = [{str(name) for name in getattr(split, "classes", [])} for split in (train, test)]
+        apart = sorted(names[0] ^ names[1])
+        if all(names) and apart:  # a label means one class only if both have the same
+            raise ClusterddpError(
+                f"{self.title}: the training images and the test images have other classes: only one of them has "
+                f"{', '.join(apart[:5])}{' and so on' if len(apart) > 5 else ''}",
+                hint=_FOLDER_HINT,
+            )
         return train, test
 
-    def list_files(self) -> Iterator[tuple[str, os.stat_result]]:
-        """Yield the path below `root`, and size and time, of every file of the set, always in the same order."""
-        for name in self.files:
-            if (self.root / name).is_file():
-                yield name, (self.root / name).stat()
-            for folder, folders, files in os.walk(self.root / name, followlinks=True):
-                folders.sort()
-                for path in (Path(folder, file) for file in sorted(files)):
-                    yield str(path.relative_to(self.root)), path.stat()
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Images:
+    """A data set in memory: uint8 [n, channel, side, side] and int64 [n] of each split."""
+
+    label: str
+    train: tuple[Tensor, Tensor]
+    test: tuple[Tensor, Tensor]
+    num_classes: int
+
+
+def read_images(name: str, data_dir: Path, *, image_size: int | None, samples: int | None, download: bool) -> Images:
+    """Read a set into memory, brought to the size at which it is kept; of its training images `samples`, evenly spaced.
+
+    Raises: ClusterddpError: it is not there and cannot be downloaded; it does not fit into memory; an image cannot be
+    read, or has another size.
+    """
+    source = find_source(name, data_dir, download=download)
+    side = kept_side(name, image_size)
+    one_size = name in IMAGE_SETS and IMAGE_SETS[name].side is not None
+    whole = source.open(partial(_to_tensor, side=side, may_be_grey=one_size))
+    count, there = samples or len(whole[0]), len(whole[0])
+    label = f"{source.title} ({there:,} train, {len(whole[1]):,} test images)"
+    if count > there:
+        raise ClusterddpError(
+            f"train.samples is {count:,}, but {label} has {there:,} train images",
+            hint="leave train.samples out to use all of them",
+        )
+    if not (there and len(whole[1])):
+        raise ClusterddpError(f"{source.title}: found {there} training and {len(whole[1])} test images")
+    shape = _read_image(whole[0], 0)[0].shape
+    if shape[1] != shape[2]:
+        raise _other_size(whole[0], 0, shape, "expected a square")
+    used = count + len(whole[1])
+    demand_memory(f"{source.title}: {used:,} images of {shape[2]}x{shape[1]} pixels", used * shape.numel())
+    log.info("reading %s: %s images", source.title, f"{used:,}")
+    # Files are often ordered by class.
+    train = _read_split(whole[0], [index * there // count for index in range(count)], shape)
+    test = _read_split(whole[1], range(len(whole[1])), shape)
+    return Images(
+        label=label if count == there else f"{label}, {count:,} train images",
+        train=train,
+        test=test,
+        num_classes=max(len(getattr(whole[0], "classes", ())), 1 + int(torch.cat((train[1], test[1])).max())),
+    )
+
+
+def demand_memory(what: str, num_bytes: int, *, device: torch.device | None = None) -> None:
+    """Raise ClusterddpError, with both numbers, if a GPU has less than `num_bytes` left, or this host less than twice.
+
+    A host holds a set twice while its ranks take it over.
+    """
+    if device is None:
+        free, where = free_bytes(), "this host"
+        most = None if free is None else free // 2
+        left = f"{format_bytes(most or 0)}, half of what it has left"
+    else:
+        most, where = torch.cuda.mem_get_info(device)[0], torch.cuda.get_device_name(device)
+        left = format_bytes(most)
+    if most is not None and num_bytes > most:
+        raise ClusterddpError(
+            f"{what} take {format_bytes(num_bytes)} of memory as a whole set, and {where} has {left} for them",
+            hint="lower train.image_size or train.samples; a script of your own reads a larger set in pieces: "
+            "docs/entry.md",
+        )
+
+
+def mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return mean and std of each channel's pixels, in 0..1, from how often each grey level is there."""
+    counts = torch.zeros(images.shape[1], 256, dtype=torch.int64)
+    for block in torch.split(images, 1000):
+        counts += torch.stack([torch.bincount(channel.flatten(), minlength=256) for channel in block.unbind(1)])
+    share = counts.double() / counts.sum(1, keepdim=True)
+    level = torch.arange(256).double() / 255
+    mean = share @ level
+    variance = share @ level.square() - mean.square()
+    variance = variance.clamp_min(1 / 255**2)  # one colour everywhere: nothing to scale
+    return tuple(mean.tolist()), tuple(variance.sqrt().tolist())
 
 
 def find_source(name: str, data_dir: Path, *, download: bool) -> ImageSource:
     """Find the files of the set `name` in `data_dir`, after a download if need be.
 
-    Raises: ClusterddpError: they are not there and cannot be got, or a package that reads them is missing.
+    Raises: ClusterddpError: they are not there and cannot be downloaded.
     """
     if name == FOLDER:
-        return _own_folder(data_dir)
+        test = next((name for name in ("test", "val") if (data_dir / name).is_dir()), "test")
+        for half in ("train", test):
+            if not (data_dir / half).is_dir():
+                raise ClusterddpError(f"{data_dir}: has no directory {half}", hint=_FOLDER_HINT)
+        splits = {"root": str(data_dir / "train")}, {"root": str(data_dir / test)}
+        title = f"folder {data_dir}"
+        return ImageSource(title=title, root=data_dir, reader="ImageFolder", splits=splits, hint=_FOLDER_HINT)
+    if name not in IMAGE_SETS:
+        raise ClusterddpError(f"train.dataset {name} was removed", hint="a script of your own reads it: docs/entry.md")
     known = IMAGE_SETS[name]
-    for package in known.packages:
-        if importlib.util.find_spec(package) is None:
-            raise ClusterddpError(
-                f"{socket.gethostname()}: torchvision needs the package {package} to read {known.reader}",
-                hint=f"install it beside torchvision: pip install {package}",
-            )
-    find = partial(_find_files, files=known.files)
+
+    def find(directory: Path) -> Path | None:
+        return directory if is_there(name, directory) else None
+
     if find(data_dir) is None:
-        if known.by_hand or not download:
-            raise _missing(known, data_dir)
+        if not download:
+            raise missing_error(known.reader, data_dir, wanted=" and ".join(known.files))
         download_once(known.reader, known.reader, data_dir, find=find, results=known.files, halves=known.halves)
-    return ImageSource(
-        name=name,
-        title=known.reader,
-        root=data_dir,
-        files=known.files,
-        reader=known.reader,
-        splits=known.halves,
-        grey=known.grey,
-    )
+    hint = "complete the files, or remove them to have them downloaded again"
+    return ImageSource(title=known.reader, root=data_dir, reader=known.reader, splits=known.halves, hint=hint)
 
 
-def _own_folder(data_dir: Path) -> ImageSource:
-    names = "train", next((name for name in ("test", "val") if (data_dir / name).is_dir()), "test")
-    for name in names:
-        if not (data_dir / name).is_dir():
-            raise ClusterddpError(
-                f"{data_dir}: has no directory {name}",
-                hint=_FOLDER_HINT,
-            )
-    return ImageSource(
-        name=FOLDER,
-        title=f"folder {data_dir}",
-        root=data_dir,
-        files=names,
-        reader="ImageFolder",
-        splits=({"root": str(data_dir / names[0])}, {"root": str(data_dir / names[1])}),
-    )
+def _read_split(split: SplitImages, indices: Sequence[int], shape: torch.Size) -> tuple[Tensor, Tensor]:
+    """Read images, on every core, and their labels."""
+    pixels, labels = torch.empty(len(indices), *shape, dtype=torch.uint8), torch.empty(len(indices), dtype=torch.int64)
+
+    def read(places: Sequence[int]) -> None:
+        for place in places:
+            image, label = _read_image(split, indices[place])
+            if image.shape != shape:
+                raise _other_size(split, indices[place], image.shape, f"the first has {shape[2]}x{shape[1]}")
+            pixels[place], labels[place] = image, label
+
+    blocks = [range(first, min(first + _BLOCK, len(indices))) for first in range(0, len(indices), _BLOCK)]
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    with ThreadPoolExecutor(cores) as pool:  # decoders and resizing let other threads run
+        for _ in pool.map(read, blocks):
+            pass
+    return pixels, labels
 
 
-def _find_files(data_dir: Path, files: tuple[str, ...]) -> Path | None:
-    return data_dir if all((data_dir / name).exists() for name in files) else None
-
-
-def _missing(known: ImageSet, data_dir: Path) -> ClusterddpError:
-    absent = [name for name in known.files if not (data_dir / name).exists()]
-    error = missing_error(known.reader, data_dir, wanted=" and ".join(absent))
-    if known.by_hand:
-        hint = f"torchvision does not download {known.reader}: its documentation lists the files"
-        return ClusterddpError(error.message, hint=hint)
-    return error
-
-
-def _check_classes(title: str, train: list[Any], test: list[Any]) -> None:
-    """Compare the classes of both splits: a label means one class only if they are the same."""
-    apart = sorted({str(name) for name in train} ^ {str(name) for name in test})
-    if train and test and apart:
+def _read_image(split: SplitImages, index: int) -> tuple[Tensor, int]:
+    """Return an image (uint8, [channel, height, width]) and its label."""
+    try:
+        image, label = split[index]
+    except Exception as error:  # each decoder has its own
         raise ClusterddpError(
-            f"{title}: the training images and the test images have other classes: only one of them has "
-            f"{', '.join(apart[:5])}{' and so on' if len(apart) > 5 else ''}",
-            hint=_FOLDER_HINT,
-        )
+            f"{_name(split, index)}: cannot be read as an image: {type(error).__name__}: {error}",
+            hint="replace the file, or remove it",
+        ) from error
+    return image, operator.index(label)
 
 
-def _in_one_line(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
+def _to_tensor(image: Any, *, side: int | None, may_be_grey: bool) -> Tensor:
+    """Make a tensor (uint8, [channel, height, width]) of a PIL image; with `side`, of the square in its middle."""
+    from PIL import Image, ImageOps
+
+    image = image.convert("L" if may_be_grey and image.mode == "L" else "RGB")
+    if side is not None and image.size != (side, side):
+        image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
+    values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
+    return values.view(image.height, image.width, -1).permute(2, 0, 1)
+
+
+def _other_size(split: SplitImages, index: int, shape: torch.Size, expected: str) -> ClusterddpError:
+    return ClusterddpError(
+        f"{_name(split, index)}: has {shape[2]}x{shape[1]} pixels, {expected}",
+        hint="train.image_size=224 brings all images to 224x224",
+    )
+
+
+def _name(split: SplitImages, index: int) -> str:
+    """Name an image: its file, where torchvision has it."""
+    samples = getattr(split, "samples", None)
+    return str(samples[index][0]) if samples else f"image {index:,} of {type(split).__name__}"

@@ -19,6 +19,7 @@ from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import train
 from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
+from tests.support.picture_files import write_folder
 from tests.support.train_gang import TINY, Gang, one_rank, outcome, settle
 
 
@@ -91,10 +92,13 @@ def load_and_hash(group: Group, train: dict[str, Any]) -> tuple[str, bool, str]:
     return tensors_sha256(tensors.items()), shared, repr((dataset.label, dataset.mean, dataset.warning))
 
 
-def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(either_gang: Gang) -> None:
-    ((digest, shared, facts),) = either_gang.run(1, load_and_hash, {"dataset": "random"})
+@pytest.mark.parametrize("dataset", ["random", "folder"])
+def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(either_gang: Gang, tmp_path: Path, dataset: str) -> None:
+    write_folder(tmp_path, sizes=[(50, 40)])
+    train = {"dataset": dataset, "data_dir": str(tmp_path), "image_size": 32, "samples": 4}
+    ((digest, shared, facts),) = either_gang.run(1, load_and_hash, train)
     assert not shared
-    assert either_gang.run(3, load_and_hash, {"dataset": "random"}) == [(digest, True, facts)] * 3
+    assert either_gang.run(3, load_and_hash, train) == [(digest, True, facts)] * 3
 
 
 def test_a_rank_alone_shares_nothing() -> None:

@@ -19,7 +19,7 @@ from tests.support.train_gang import TINY, Gang, one_rank
 
 def tiny_dataset(test_samples: int = 101) -> Dataset:
     spec = TrainSpec.from_json(TINY | {"samples": 10 * test_samples})
-    whole = load_dataset(spec, device=torch.device("cpu"), prepare=True)
+    whole = load_dataset(spec)
     return replace(whole, test_images=whole.test_images[:test_samples], test_labels=whole.test_labels[:test_samples])
 
 

@@ -39,7 +39,7 @@ def spec(**train: Any) -> TrainSpec:
 
 
 def data(**train: Any) -> Dataset:
-    return load_dataset(spec(**train), device=CPU, prepare=True)
+    return load_dataset(spec(**train))
 
 
 @pytest.mark.parametrize(

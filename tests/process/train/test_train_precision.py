@@ -22,7 +22,7 @@ from tests.support.train_gang import TINY, Gang, make_run, metrics_rows, one_ran
 
 def auto(**train: Any) -> tuple[TrainSpec, Dataset, torch.nn.Module]:
     spec = TrainSpec.from_json(TINY | {"precision": "auto", "samples": 40} | train)
-    dataset = load_dataset(spec, device=torch.device("cpu"), prepare=True)
+    dataset = load_dataset(spec)
     return spec, dataset, build_model(spec, dataset)
 
 

@@ -90,7 +90,7 @@ def test_for_a_set_that_is_not_downloaded_its_directory_is_asked_for(tmp_path: P
     (tmp_path / "sets").mkdir()
     with pytest.raises(PreflightError) as refused:
         SlurmLauncher({}).check(
-            plan(tmp_path, f"{{dataset: imagenet, data_dir: {tmp_path}/sets, image_size: 64, model: resnet18}}")
+            plan(tmp_path, f"{{dataset: folder, data_dir: {tmp_path}/sets, image_size: 64, model: resnet18}}")
         )
     assert "train.data_dir names the directory that has it" in str(refused.value.hint)
 

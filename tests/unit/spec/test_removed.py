@@ -17,6 +17,7 @@ KEYS = [
 VALUES = [
     ("train: {comm: auto}", "train.comm", "write the mode itself"),
     ("train: {comm: powersgd:4}", "train.comm", "local:8 sends little"),
+    ("train: {dataset: imagenet}", "train.dataset", "a script of your own reads it"),
 ]
 """A line of a spec, the key whose value is gone, and words of the hint."""
 

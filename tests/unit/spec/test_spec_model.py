@@ -243,7 +243,7 @@ def test_a_secret_written_with_its_value_is_not_repeated() -> None:
         ("train: {dataset: stl10, cutout: 96}", "train.cutout", "less than 96: the images are kept at 96x96"),
         ("train: {dataset: STL10}", "train.dataset", 'a set that the trainer knows. Did you mean "stl10"?'),
         ("train: {dataset: cifar}", "train.dataset", 'Did you mean "cifar10'),
-        ("train: {dataset: sun397}", "train.dataset", "torchvision has no test images apart from the training images"),
+        ("train: {dataset: sun397}", "train.dataset", "expected a set that the trainer knows"),
         ("train: {dataset: food101}", "train.image_size", "food101 has images of many sizes, and no image_size is set"),
         ("train: {dataset: folder}", "train.data_dir", "no data_dir is set"),
         ("train: {image_size: 28}", "train.image_size", "expected at least 32, the size of shapes's images"),

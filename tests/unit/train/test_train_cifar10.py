@@ -22,7 +22,7 @@ BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
 
 def load_cifar10(folder: Path, **train: Any) -> Dataset:
     spec = TrainSpec(dataset="cifar10", data_dir=str(folder), download=False, **train)
-    return load_dataset(spec, device=CPU, prepare=False)
+    return load_dataset(spec)
 
 
 class Python2Pickler(pickle._Pickler):  # type: ignore[name-defined]
@@ -253,7 +253,7 @@ from clusterddp.train.spec import TrainSpec
 from clusterddp.train.data.dataset import load_dataset
 spec = TrainSpec(dataset="cifar10", data_dir=sys.argv[1])
 try:
-    print("images", len(load_dataset(spec, device=torch.device("cpu"), prepare=True).train_images))
+    print("images", len(load_dataset(spec).train_images))
 except ClusterddpError as error:
     print("error", error.message, "hint", error.hint)
 """

@@ -20,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 def load(**train: Any) -> Dataset:
-    return load_dataset(TrainSpec(**train), device=CPU, prepare=False)
+    return load_dataset(TrainSpec(**train))
 
 
 def test_an_epochs_order_is_a_permutation_that_only_seed_and_epoch_change() -> None:
@@ -185,7 +185,7 @@ from clusterddp.train.spec import TrainSpec
 from clusterddp.train import models
 from clusterddp.train.data import augment, dataset
 spec = TrainSpec(model="fastnet", dataset="shapes", samples=10)
-models.build_model(spec, dataset.load_dataset(spec, device=torch.device("cpu"), prepare=True))
+models.build_model(spec, dataset.load_dataset(spec))
 print([name for name in ("torchvision", "PIL", "tensorboard") if name in sys.modules])
 """
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)

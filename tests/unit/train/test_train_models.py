@@ -33,7 +33,7 @@ def one_thread() -> Iterator[None]:
 
 
 def shapes(samples: int) -> Dataset:
-    return load_dataset(TrainSpec(dataset="shapes", samples=samples), device=CPU, prepare=False)
+    return load_dataset(TrainSpec(dataset="shapes", samples=samples))
 
 
 def grey(dataset: Dataset) -> Dataset:
@@ -220,7 +220,7 @@ def test_models_run_in_channels_last_and_bf16() -> None:
 
 def test_fastnet_learns_shapes_within_a_few_seconds() -> None:
     spec = TrainSpec(model="fastnet", dataset="shapes", samples=2000, width=0.25, batch_size=50, epochs=3)
-    dataset = load_dataset(spec, device=CPU, prepare=False)
+    dataset = load_dataset(spec)
     model = build_model(spec, dataset).to(memory_format=torch.channels_last)
     train_briefly(model, dataset, spec)
     model.eval()
