@@ -179,12 +179,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._refuse(HTTPStatus.NOT_FOUND, message)
 
     def _page(self, path: str, query: Mapping[str, list[str]]) -> str | None:
-        from clusterddp.cli.page import dash_page
+        from clusterddp.cli.page import pages
 
         server = self.server
         if path == "/":
-            summaries, total = server.runs.read(dash_page.MOST_RUNS)
-            return dash_page.draw_runs(summaries, total=total, directory=str(server.runs_dir), now=time.time())
+            summaries, total = server.runs.read(pages.MOST_RUNS)
+            return pages.draw_runs(summaries, total=total, directory=str(server.runs_dir), now=time.time())
         if path not in {"/run", "/compare", "/log"}:
             return None
         runs = [self._find(name) for name in query.get("run", [])[:_MOST_COMPARED]]
@@ -193,11 +193,11 @@ class _Handler(BaseHTTPRequestHandler):
         ranks = range(read_gang(runs[0]).world_size)
         if path == "/log":
             rank, stream = _rank_and_stream(query)
-            return dash_page.draw_log(runs[0].name, rank, stream, ranks=ranks)
+            return pages.draw_log(runs[0].name, rank, stream, ranks=ranks)
         from clusterddp.look.report import read_reports
 
         reports = read_reports(runs, server.environ)
-        return dash_page.draw_run(reports[0], ranks=ranks) if len(runs) == 1 else dash_page.draw_comparison(reports)
+        return pages.draw_run(reports[0], ranks=ranks) if len(runs) == 1 else pages.draw_comparison(reports)
 
     def _read_log(self, query: Mapping[str, list[str]]) -> dict[str, Any]:
         """Return what a log has behind `offset`, and where it ends now."""

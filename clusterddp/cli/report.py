@@ -56,7 +56,7 @@ def report(
         page = ask_login(there.node, ["report", "--out", _STDOUT, "--", *there.names])
         _write(page.decode("utf-8", errors="replace"), out or "report.html", list(there.names), output)
         return
-    from clusterddp.cli.page.report_page import draw_report
+    from clusterddp.cli.page.pages import draw_report
 
     runs = _find_runs(runs_dir, names)
     page_text = draw_report(_read(runs, terminal))
@@ -103,7 +103,7 @@ def write_fetched_report(run: RunDir, environ: Mapping[str, str]) -> None:
     try:
         if not is_on_hosts(run) or is_of_another_user(run.path) or not read_state(run).finished:
             return
-        from clusterddp.cli.page.report_page import draw_report  # most runs have none to write
+        from clusterddp.cli.page.pages import draw_report  # most runs have none to write
         from clusterddp.look.report import read_reports
 
         newest = run.newest_attempt()

@@ -15,9 +15,8 @@ import click
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.cli.page.html import Html, el
-from clusterddp.cli.page.report_page import MAX_BYTES
-from clusterddp.cli.page.strips import timeline_strip
+from clusterddp.cli.page.drawing import Html, el, timeline_strip
+from clusterddp.cli.page.pages import MAX_BYTES
 from clusterddp.login.record import SentRun, write_sent_run
 from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
 from clusterddp.run.directory import RunDir

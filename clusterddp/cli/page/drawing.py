@@ -1,0 +1,515 @@
+"""What pages are made of: HTML as a value, curves of runs and time as SVG.
+
+Text is escaped where it enters an element, so no text of a run can become markup.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import html
+import math
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+
+from clusterddp.cli.terminal import duration
+from clusterddp.cli.text.compare import number_text
+from clusterddp.look.curves import Curve
+from clusterddp.look.printable import printable
+from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
+
+_VOID = frozenset(["input", "link", "meta"])
+_MAX_TEXT = 2000
+_WIDTH, _HEIGHT = 360, 196
+_LEFT, _TOP, _RIGHT, _BOTTOM = 48, 8, 350, 172
+_COLORS = 8
+_MOST_DOTS = 60
+_LOG_RATIO = 200.0
+"""From this ratio of the highest loss to the lowest on, losses are drawn on a logarithmic scale."""
+_ORDER = ("loss", "accuracy", "lr", "images_per_s", "step_ms.p50")
+_REPEATS = frozenset(["step_ms.p95", "step_ms.max", "images_per_s_per_rank", "comm_bytes_per_step"])
+_TITLES = {
+    "loss": "Loss",
+    "accuracy": "Accuracy",
+    "lr": "Learning rate",
+    "images_per_s": "Images per second",
+    "step_ms.p50": "Step time, median (ms)",
+    "step_ms.p95": "Step time, 95th percentile (ms)",
+    "step_ms.max": "Step time, longest (ms)",
+    "images_per_s_per_rank": "Images per second and rank",
+    "data_wait_percent": "Waiting for data (% of step)",
+    "comm_exposed_percent": "Waiting for other ranks (% of step)",
+    "memory_peak_mb": "Memory, peak (MB)",
+    "straggler_spread": "Slowest rank by median of the others",
+}
+_TIME_WIDTH, _TIME_LEFT, _TIME_RIGHT = 1000, 90, 990
+_BAR = 22
+_MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT = 14.0, 280.0
+_MAX_BARS = 600
+_MAX_ATTEMPTS = 200
+_LETTER_WIDTH = 6.5
+_LONG_STEPS = (1.1, 1.25, 1.5, 2.0)
+"""Times the median, from which on a step has the next darker shade."""
+_MAX_SPANS = 2000
+_NICE_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800, 2592000)
+
+
+class Html(str):
+    """Markup that was made here; any other text is escaped when it is put into an element."""
+
+    __slots__ = ()
+
+
+Child = Html | str | int | float | None
+
+
+def el(name: str, /, *children: Child, **attributes: object) -> Html:
+    """Make an element; an attribute that is None is left out, `class_` means `class` and `_` in names means `-`."""
+    written = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{value if isinstance(value, Html) else escape(value)}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    if name in _VOID:
+        return Html(f"<{name}{written}>")
+    return Html(f"<{name}{written}>{join(children)}</{name}>")
+
+
+def join(parts: Iterable[Child]) -> Html:
+    """Put parts behind each other."""
+    return Html("".join(part if isinstance(part, Html) else escape(part) for part in parts if part is not None))
+
+
+def escape(value: object) -> str:
+    """Escape text for HTML; control characters are shown, and a text that is far too long is cut."""
+    text = str(value)
+    text = text if len(text) <= _MAX_TEXT else text[: _MAX_TEXT - 3] + "..."
+    return html.escape(printable(text), quote=True)
+
+
+def cut(text: str, columns: int) -> str:
+    """Shorten a text at its end."""
+    return text if len(text) <= columns else text[: columns - 3] + "..."
+
+
+def clock(moment: float) -> str:
+    """Write a time for people; one that no calendar has is not known."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(moment))
+    except (OverflowError, ValueError, OSError):
+        return "-"
+
+
+def table(head: Sequence[Child], rows: Sequence[Sequence[Child]], *, caption: str, class_: str | None = None) -> Html:
+    """Make a table with a caption; the first cell of each row is its heading."""
+    body = [el("tr", el("th", row[0], scope="row"), *(el("td", cell) for cell in row[1:])) for row in rows]
+    top = el("thead", el("tr", *(el("th", cell, scope="col") for cell in head))) if head else None
+    return el(
+        "div",
+        el("table", el("caption", caption), top, el("tbody", *body), class_=class_),
+        class_="scroll",
+        tabindex="0",
+    )
+
+
+def facts(rows: Iterable[tuple[str, Child]], *, caption: str) -> Html | None:
+    """Make a table of names and values; None when there are none."""
+    known = [(name, value) for name, value in rows if value not in (None, "")]
+    return table([], known, caption=caption, class_="facts") if known else None
+
+
+def section(title: str, *children: Child) -> Html | None:
+    """Make a part of the page with its heading; None when it is empty."""
+    return el("section", el("h2", title), *children) if any(children) else None
+
+
+def folded(summary: Child, *children: Child, is_open: bool = False) -> Html | None:
+    """Make a part that opens by a click; None when it is empty."""
+    if not any(children):
+        return None
+    return el("details", el("summary", summary), *children, **({"open": ""} if is_open else {}))
+
+
+def document(title: str, *body: Child, live: bool = False) -> str:
+    """Make a page that loads nothing and runs no script but its own; a `live` one asks its own server for news."""
+    style, script = (files(__package__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    own = "'self'" if live else "'none'"
+    policy = (
+        f"default-src 'none'; style-src {_sum(style)}; script-src {_sum(script)}; img-src data:; "
+        f"base-uri 'none'; form-action {own}" + ("; connect-src 'self'" if live else "")
+    )
+    head = el(
+        "head",
+        el("meta", charset="utf-8"),
+        el("meta", http_equiv="Content-Security-Policy", content=policy),
+        el("meta", name="viewport", content="width=device-width, initial-scale=1"),
+        el("meta", name="color-scheme", content="light dark"),
+        el("meta", name="referrer", content="no-referrer"),
+        el("link", rel="icon", href="data:,"),
+        el("title", title),
+        Html(f"<style>{style}</style>"),
+    )
+    end = Html(f"<script>{script}</script>")
+    page = el("html", head, el("body", el("main", *body), end), lang="en", data_live="" if live else None)
+    return f"<!doctype html>\n{page}\n"
+
+
+def _sum(text: str) -> str:
+    return f"'sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}'"
+
+
+@dataclass(frozen=True, slots=True)
+class Series:
+    """A curve of one of the runs of the page."""
+
+    run: int
+    name: str
+    curve: Curve
+
+    @property
+    def label(self) -> str:
+        return f"{self.name} {self.curve.kind}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Scale:
+    """How values become places: linear, or by their logarithm."""
+
+    low: float
+    high: float
+    begin: float
+    end: float
+    is_log: bool = False
+
+    def place(self, value: float) -> float:
+        inside = math.log10(value) if self.is_log else value
+        span = self.high - self.low
+        share = (inside - self.low) / span if span else 0.5
+        return self.begin + share * (self.end - self.begin)
+
+
+def style_of(run: int) -> str:
+    """Return the classes of a run's lines: colours first, then other patterns of the line."""
+    return f"s{run % _COLORS} p{run // _COLORS % 4} r{run}"
+
+
+def key_order(key: str) -> tuple[int, int, str]:
+    """Sort keys: what most people look at, then others by name, then figures that repeat others."""
+    if key in _ORDER:
+        return 0, _ORDER.index(key), key
+    return (2 if repeats(key) else 1), 0, key
+
+
+def repeats(key: str) -> bool:
+    """Return whether a key repeats what another one shows."""
+    return key in _REPEATS
+
+
+def legend(names: Sequence[str]) -> Html:
+    """Draw which line is which run, each with a box that hides it."""
+    labels = [
+        el(
+            "label",
+            el("input", type="checkbox", checked="", data_run=run) if len(names) > 1 else None,
+            el("svg", el("path", d="M0 4h30", class_=f"l {style_of(run)}"), viewBox="0 0 30 8", aria_hidden="true"),
+            name,
+        )
+        for run, name in enumerate(names)
+    ]
+    return el("div", *labels, el("span", "dots: evaluations; thin line: training", class_="soft"), class_="legend")
+
+
+def chart(number: int, key: str, series: Sequence[Series], points: int) -> Html:
+    """Draw a key of all runs."""
+    drawn = [(each, each.curve.thinned(points)) for each in series if each.curve.values]
+    values = [value for _, found in drawn for _, value in found]
+    steps = [step for _, found in drawn for step, _ in found]
+    is_log = "loss" in key.lower() and min(values) > 0 and max(values) / min(values) >= _LOG_RATIO
+    percent = _is_share(key, values)
+    x, y = _Scale(*_widened(min(steps), max(steps), 0.0), _LEFT, _RIGHT), _y_scale(values, is_log)
+    write = _percent_text if percent else number_text
+    title = _TITLES.get(key, key)
+    picture = el(
+        "svg",
+        el("title", title, id=f"t{number}"),
+        el("desc", "; ".join(_sentence(each, write) for each, _ in drawn), id=f"d{number}"),
+        _axes(x, y, write),
+        *(_line(each, found, x, y) for each, found in drawn),
+        el("line", x1=0, x2=0, y1=_TOP, y2=_BOTTOM, class_="cursor"),
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        role="img",
+        aria_labelledby=f"t{number} d{number}",
+        tabindex="0",
+        data_x=f"{x.low!r} {x.high!r}",
+        data_y=f"{y.low!r} {y.high!r}",
+        data_box=f"{_LEFT} {_TOP} {_RIGHT} {_BOTTOM}",
+        **({"data_log": ""} if is_log else {}),
+        **({"data_percent": ""} if percent else {}),
+    )
+    scale = el("span", " (logarithmic)") if is_log else None
+    return el("figure", el("figcaption", cut(title, 120), scale), picture, el("output"))
+
+
+def _percent_text(value: float) -> str:
+    return f"{100 * value:.4g} %"
+
+
+def _is_share(key: str, values: Sequence[float]) -> bool:
+    return "acc" in key.lower() and min(values) >= 0 and max(values) <= 1
+
+
+def _y_scale(values: Sequence[float], is_log: bool) -> _Scale:
+    low, high = min(values), max(values)
+    if is_log:
+        return _Scale(math.floor(math.log10(low)), math.ceil(math.log10(high)), _BOTTOM, _TOP, True)
+    return _Scale(*_widened(low, high, 0.04), _BOTTOM, _TOP)
+
+
+def _widened(low: float, high: float, share: float) -> tuple[float, float]:
+    """Give an interval some room; one without length gets some around it."""
+    is_flat = high - low <= max(1e-100, 1e-12 * max(abs(low), abs(high)))
+    room = (abs(low) * 0.1 if abs(low) > 1e-100 else 1.0) if is_flat else (high - low) * share
+    return low - room, high + room
+
+
+def _axes(x: _Scale, y: _Scale, write: Callable[[float], str]) -> Html:
+    parts: list[Html] = []
+    for tick in _log_ticks(y) if y.is_log else _ticks(y.low, y.high, 4):
+        place = _short(y.place(tick))
+        parts.append(el("path", d=f"M{_LEFT} {place}H{_RIGHT}", class_="grid"))
+        parts.append(el("text", write(tick), x=_LEFT - 5, y=_short(y.place(tick) + 3.5), text_anchor="end"))
+    for tick in _ticks(x.low, x.high, 4):
+        parts.append(el("text", number_text(tick), x=_short(x.place(tick)), y=_BOTTOM + 15, text_anchor="middle"))
+    parts.append(el("text", "step", x=0, y=_BOTTOM + 15))
+    return join(parts)
+
+
+def _ticks(low: float, high: float, about: int) -> list[float]:
+    """Choose round values in an interval."""
+    raw = (high - low) / about
+    unit = 10 ** math.floor(math.log10(raw)) if raw > 0 else 1.0
+    distance = unit * next((factor for factor in (1, 2, 5, 10) if factor * unit >= raw), 10)
+    first = math.ceil(low / distance)
+    return [number * distance for number in range(first, first + 2 * about + 2) if number * distance <= high]
+
+
+def _log_ticks(scale: _Scale) -> list[float]:
+    powers = range(int(scale.low), int(scale.high) + 1)
+    return [10.0**power for power in powers][:: max(1, len(powers) // 5)]
+
+
+def _line(series: Series, points: Sequence[tuple[float, float]], x: _Scale, y: _Scale) -> Html:
+    places = [(_short(x.place(step)), _short(y.place(value))) for step, value in points]
+    kind = "train" if series.curve.kind == "train" else "eval"
+    line = el(
+        "polyline",
+        points=Html(" ".join(f"{across},{down}" for across, down in places)),
+        class_=f"l {kind} {style_of(series.run)}",
+        data_name=cut(series.label, 80),
+    )
+    if series.curve.kind == "train" or len(places) > _MOST_DOTS:
+        return line
+    dots = "".join(f"M{across} {down}h0" for across, down in places)
+    return join([line, el("path", d=Html(dots), class_=f"d s{series.run % _COLORS} r{series.run}")])
+
+
+def _sentence(series: Series, write: Callable[[float], str]) -> str:
+    curve = series.curve
+    low, high = min(curve.values), max(curve.values)
+    return (
+        f"{series.label}: last {write(curve.values[-1])} at step {number_text(curve.steps[-1])}, "
+        f"lowest {write(low)}, highest {write(high)}"
+    )
+
+
+def _short(value: float) -> str:
+    """Write a place with one decimal at most."""
+    return f"{value:.1f}".removesuffix(".0")
+
+
+@dataclass(frozen=True, slots=True)
+class _Axis:
+    """Seconds since the epoch as places in the picture."""
+
+    begin: float
+    end: float
+
+    def place(self, moment: float) -> float:
+        span = self.end - self.begin
+        share = (moment - self.begin) / span if span > 0 else 0.0
+        return _TIME_LEFT + min(1.0, max(0.0, share)) * (_TIME_RIGHT - _TIME_LEFT)
+
+    def span(self, begin: float, end: float) -> tuple[float, float]:
+        return self.place(begin), self.place(end)
+
+
+def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, float]], number: int) -> Html | None:
+    """Draw when a run waited and ran, and each of its ranks; None for a run without an attempt."""
+    attempts = timeline.attempts[-_MAX_ATTEMPTS:]
+    if not attempts:
+        return None
+    axis = _Axis(attempts[0].asked, attempts[-1].ended)
+    ranks, top = _ranks(attempts, stragglers, axis, 2 * _BAR + 6)
+    parts = [el("text", "attempts", x=0, y=_BAR - 6), *(_attempt(attempt, axis) for attempt in attempts)]
+    height = top + 22
+    picture = el(
+        "svg",
+        el("title", "Attempts and ranks over time", id=f"t{number}"),
+        el("desc", "; ".join(map(_attempt_sentence, attempts[-20:])), id=f"d{number}"),
+        *parts,
+        ranks,
+        _time_ticks(axis, top),
+        viewBox=f"0 0 {_TIME_WIDTH} {height:.0f}",
+        role="img",
+        aria_labelledby=f"t{number} d{number}",
+        class_="wide",
+    )
+    caption = "Attempts and ranks over time"
+    if any(attempt.steps for attempt in attempts):
+        caption += "; darker where the steps of a rank, without its waiting for others, took longer"
+    return el("figure", el("figcaption", caption), el("div", picture, class_="scroll", tabindex="0"))
+
+
+def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
+    began = attempt.ended if attempt.started is None else attempt.started
+    what = f"attempt {attempt.number}"
+    rows = (2, _BAR)
+    waited = f"{what} waits {duration(attempt.waited_s)}"
+    waits = _bar("WAIT", waited, axis.span(attempt.asked, began), rows)
+    if attempt.started is None:
+        return waits
+    left, right = axis.span(began, attempt.ended)
+    runs = _bar(attempt.outcome, f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}", (left, right), rows)
+    wordings = (f"{attempt.number} {attempt.outcome}", str(attempt.number))
+    words = next((text for text in wordings if _fits(text, right - left)), "")
+    label = el("text", words, x=f"{left + 4:.1f}", y=_BAR - 5, class_="in") if words else None
+    return join([waits, runs, label])
+
+
+def _fits(text: str, width: float) -> bool:
+    return len(text) * _LETTER_WIDTH + 6 < width
+
+
+def _ranks(
+    attempts: Sequence[AttemptSpan], stragglers: Sequence[tuple[float, int, float]], axis: _Axis, top: float
+) -> tuple[Html, float]:
+    """Draw the ranks as rows; equal neighbours are one bar. Return the drawing and where it ends."""
+    count = 1 + max((rank.rank for attempt in attempts for rank in attempt.ranks), default=-1)
+    if not count:
+        return Html(""), top
+    row = min(_MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT / count)
+    bars: list[Html] = []
+    for attempt in attempts:
+        for first, last in _folded(attempt.ranks, axis, _MAX_BARS // len(attempts)):
+            name = f"rank {first.rank}" if first is last else f"ranks {first.rank}-{last.rank}"
+            text = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
+            begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
+            bars.append(_bar(first.state, text, axis.span(first.started, first.ended), (begin, end)))
+        bars += _long_steps(attempt, axis, top, row)
+    for moment, rank, ratio in stragglers[-_MAX_BARS // 4 :]:
+        if 0 <= rank < count:
+            text = f"rank {rank} takes {ratio:.2f} times as long as the others"
+            begin, end = top + rank * row, top + (rank + 1) * row
+            bars.append(_bar("slow", text, axis.span(moment, moment), (begin, end)))
+    every = max(1, -(-count // 20))
+    names = [
+        el("text", f"rank {rank}", x=0, y=f"{top + rank * row + max(row, 9) - 2:.1f}")
+        for rank in range(0, count, every)
+    ]
+    return join([*names, *bars]), top + count * row
+
+
+def _long_steps(attempt: AttemptSpan, axis: _Axis, top: float, row: float) -> list[Html]:
+    """Shade each rank's bar where its steps took longer than the median of all steps of the attempt."""
+    known = sorted(step for sample in attempt.steps for step in sample.step_ms if step)
+    if not known:
+        return []
+    median = known[len(known) // 2]
+    ends = [*(sample.time for sample in attempt.steps[1:]), attempt.ended]
+    spans: list[tuple[int, int, float, float]] = []
+    for rank in range(len(attempt.steps[0].step_ms)):
+        own: list[tuple[int, int, float, float]] = []
+        for sample, end in zip(attempt.steps, ends, strict=True):
+            level = sum((sample.step_ms[rank] or 0.0) >= times * median for times in _LONG_STEPS)
+            if own and own[-1][0] == level:
+                own[-1] = (*own[-1][:3], end)
+            else:
+                own.append((level, rank, sample.time, end))
+        spans += own
+    longest = sorted((span for span in spans if span[0]), reverse=True)[:_MAX_SPANS]
+    shades = []
+    for level, times in enumerate(_LONG_STEPS, start=1):
+        path = "".join(
+            f"M{left:.1f} {top + rank * row:.1f}h{right - left:.1f}v{row - (row > 4):.1f}h{left - right:.1f}z"
+            for of, rank, begin, end in longest
+            if of == level
+            for left, right in [axis.span(begin, end)]
+        )
+        if path:
+            text = f"steps of {times} times their median, {median:.3g} ms, or longer"
+            shades.append(el("path", el("title", text), d=path, class_=f"long{level}"))
+    return shades
+
+
+def _folded(ranks: Sequence[RankSpan], axis: _Axis, most: int) -> list[tuple[RankSpan, RankSpan]]:
+    """Fold neighbouring ranks of one host that look equal, at a grain that is coarser the more ranks there are."""
+    folds = _equal_neighbours(ranks, axis, 1.0)
+    for grain in (4.0, 32.0, float(_TIME_WIDTH)):
+        if len(folds) > most:
+            folds = _equal_neighbours(ranks, axis, grain)
+    return folds[: max(1, most)]
+
+
+def _equal_neighbours(ranks: Iterable[RankSpan], axis: _Axis, grain: float) -> list[tuple[RankSpan, RankSpan]]:
+    """Fold neighbouring ranks of one host that look equal: the first and the last of each fold."""
+    folds: list[tuple[RankSpan, RankSpan]] = []
+    for rank in sorted(ranks, key=lambda span: span.rank):
+        if (
+            folds
+            and folds[-1][1].rank + 1 == rank.rank
+            and _look(folds[-1][0], axis, grain) == _look(rank, axis, grain)
+        ):
+            folds[-1] = (folds[-1][0], rank)
+        else:
+            folds.append((rank, rank))
+    return folds
+
+
+def _look(rank: RankSpan, axis: _Axis, grain: float) -> tuple[str, str, int, int]:
+    begin, end = axis.span(rank.started, rank.ended)
+    return rank.state, rank.host, round(begin / grain), round(end / grain)
+
+
+def _bar(class_: str, text: str, span: tuple[float, float], rows: tuple[float, float]) -> Html:
+    """Draw a bar, `span` across and `rows` down."""
+    (left, right), (top, bottom) = span, rows
+    return el(
+        "rect",
+        el("title", text),
+        x=f"{left:.1f}",
+        y=f"{top:.1f}",
+        width=f"{max(right - left, 1.5):.1f}",
+        height=f"{bottom - top:.1f}",
+        class_=class_,
+    )
+
+
+def _time_ticks(axis: _Axis, top: float) -> Html:
+    span = axis.end - axis.begin
+    distance = next((each for each in _NICE_S if span / each <= 8), _NICE_S[-1])
+    count = min(int(span / distance), 40)
+    marks = [
+        el("text", f"+{duration(each * distance)}" if each else clock(axis.begin),
+           x=f"{axis.place(axis.begin + each * distance):.1f}", y=f"{top + 14:.1f}",
+           text_anchor="middle" if each else "start")
+        for each in range(count + 1)
+        if each != 1 or axis.place(axis.begin + distance) > _TIME_LEFT + 130
+    ]  # fmt: skip
+    return join(marks)
+
+
+def _attempt_sentence(attempt: AttemptSpan) -> str:
+    waited = f"attempt {attempt.number} waited {duration(attempt.waited_s)}"
+    return waited if attempt.started is None else f"{waited}, ran {duration(attempt.ran_s)}, {attempt.outcome}"
