@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import Place, collected, command, output_option, place_options, runs_option
+from clusterddp.cli.arguments import KeyValue, Place, collected, command, output_option, place_options, runs_option
 from clusterddp.cli.login import profile_option, start_at_login
-from clusterddp.cli.param_types import KeyValue
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.login.node import find_node

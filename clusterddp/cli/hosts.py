@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import command, output_option
-from clusterddp.cli.param_types import HostName
+from clusterddp.cli.arguments import HostName, command, output_option
 from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say, say_error, table
 from clusterddp.cli.text.ps import failure_json, failure_lines
 from clusterddp.errors import PreflightError, SshError, UsageError

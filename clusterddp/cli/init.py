@@ -13,9 +13,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import collected, command
+from clusterddp.cli.arguments import HostName, collected, command
 from clusterddp.cli.login import ask_login, profile_option
-from clusterddp.cli.param_types import HostName
 from clusterddp.cli.terminal import Terminal, put, say, say_note
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.login.node import Node, find_node
@@ -30,6 +29,20 @@ _NO_SCRIPT = "none"
 _DISTRIBUTED = re.compile(r"\s*(import|from) torch\.distributed|\s*from torch import .*\bdistributed\b")
 _MAIN = re.compile(r"^if __name__ == [\"']__main__[\"']")
 _MOST_BYTES = 1_000_000
+_COMMENT_COLUMN = 30
+_KEY = re.compile(r"(  )?([a-z_]+):(?= |$)")
+_TRAIN = re.compile(r"^train:.*\Z", re.MULTILINE | re.DOTALL)
+_HOSTS = re.compile(r"^  hosts: .*$", re.MULTILINE)
+_TOGETHER = ("resources.procs_per_node", "resources.gpus_per_node")
+"""Keys of which one follows the other."""
+_ENTRY = """\
+entry:
+  script: {script}
+  # args: [--lr, 0.1, --out, "{{output_dir}}"]   # {{output_dir}}: a directory for the results of this run alone
+
+# The built-in trainer instead of a script:
+# train: {{model: resnet18, dataset: cifar10, epochs: 30}}
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,7 +111,7 @@ COMMANDS = {"init": init}
 
 def _first_spec(answers: Answers, terminal: Terminal, profile: str | None) -> tuple[str, list[str]]:
     """Return the text of the spec, and notes on it."""
-    from clusterddp.cli.text.first_spec import with_script, without_given
+    from clusterddp.cli.init import with_script, without_given
 
     node = find_node(profile, terminal.environ) if profile else None
     launcher = _choose_launcher(answers, terminal, has_login=node is not None)
@@ -157,7 +170,7 @@ def _ask_partition(names: Sequence[str], usual: str) -> str:
 
 def _fill_hosts(text: str, answers: Answers) -> tuple[str, list[str]]:
     """Write the hosts into a spec for SSH. Raises: SpecError: a host is wrong."""
-    from clusterddp.cli.text.first_spec import with_hosts
+    from clusterddp.cli.init import with_hosts
 
     usual = _offered_hosts()
     if answers.hosts is not None:
@@ -265,3 +278,33 @@ def _refuse_place(path: Path, *, force: bool) -> None:
 
 def _exists(path: Path) -> UsageError:
     return UsageError(f"{path}: exists, and is left as it is", hint="give another path, or --force")
+
+
+def with_hosts(text: str, hosts: str) -> str:
+    """Write the hosts, which are YAML."""
+    return _HOSTS.sub(lambda _: f"  hosts: {hosts}", text, count=1)
+
+
+def with_script(text: str, script: str) -> str:
+    """Write the script in place of the trainer, the last section of each template."""
+    from clusterddp.spec.write import flow_yaml
+
+    return _TRAIN.sub(lambda _: _ENTRY.format(script=flow_yaml(script)), text)
+
+
+def without_given(text: str, files: Mapping[str, str]) -> str:
+    """Turn the lines of keys that a shared file gives into comments with its name; `files`: dotted key -> the name."""
+    given = dict(zip(files, files, strict=True))
+    for key in _TOGETHER:
+        given |= {other: key for other in _TOGETHER if key in files and other not in files}
+    lines, section = list[str](), ""
+    for line in text.splitlines():
+        match = _KEY.match(line)
+        if match is None:
+            lines.append(line)
+            continue
+        section = section if match[1] else match[2]
+        by = given.get(f"{section}.{match[2]}" if match[1] else section)
+        was = f"{match[1] or ''}# {line.strip().partition(' #')[0].strip()}"
+        lines.append(line if by is None else f"{was:<{_COMMENT_COLUMN}}# {files[by]} has {by}")
+    return "\n".join(lines) + "\n"

@@ -15,9 +15,8 @@ from typing import TYPE_CHECKING, Any
 import click
 from click.shell_completion import CompletionItem
 
-from clusterddp.cli.arguments import collected, command, output_option, runs_option
+from clusterddp.cli.arguments import RunName, collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.param_types import RunName
 from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_note
 from clusterddp.cli.text.run_list import list_lines
 from clusterddp.errors import ClusterddpError

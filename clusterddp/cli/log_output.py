@@ -18,7 +18,7 @@ from clusterddp.system.units import format_count
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt
+    from clusterddp.look.logs import LogPiece, LogQuery, NewAttempt
     from clusterddp.run.view import RunView
 
 _LOOK_EVERY_S = 1.0
@@ -40,8 +40,7 @@ def write_logs(
 
     `escape` None: escape control characters when the stream is a terminal. `as_json`: each line is an object.
     """
-    from clusterddp.look.log_pieces import LogQuery, format_piece
-    from clusterddp.look.logs import follow_logs, read_logs
+    from clusterddp.look.logs import LogQuery, follow_logs, format_piece, read_logs
 
     query = query or LogQuery()
     chosen = _fetch_logs(run, ranks, sync, query, follow=follow)
@@ -60,7 +59,7 @@ def write_logs(
 
 
 def _json_line(piece: LogPiece) -> bytes:
-    from clusterddp.look.log_pieces import json_piece
+    from clusterddp.look.logs import json_piece
 
     return json_text(json_piece(piece), indent=None).encode() + b"\n"
 
@@ -72,7 +71,7 @@ def _write_pieces(
     state_line: StateLine,
 ) -> bytes:
     """Write pieces as they come, and the state while there are none; return the last one."""
-    from clusterddp.look.log_pieces import LogPiece, NewAttempt
+    from clusterddp.look.logs import LogPiece, NewAttempt
 
     last = b""
     for piece in pieces:

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
-from clusterddp.cli.arguments import collected, command, output_option, runs_option
-from clusterddp.cli.param_types import Age, HostName, RunName
+from clusterddp.cli.arguments import Age, HostName, RunName, collected, command, output_option, runs_option
 from clusterddp.cli.terminal import Terminal, columns_of, confirm, put, put_json, say
 from clusterddp.errors import PreflightError, SshError, UsageError
 from clusterddp.run.find import find_run

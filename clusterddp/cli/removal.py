@@ -12,12 +12,21 @@ from typing import Any
 
 import click
 
-from clusterddp.cli.arguments import collected, command, output_option, runs_option
+from clusterddp.cli.arguments import Age, RunName, collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.param_types import Age, RunName
-from clusterddp.cli.terminal import Terminal, columns_of, confirm, duration, put, put_json, say, say_error
-from clusterddp.cli.text.columns import lay_out, to_columns
-from clusterddp.cli.text.states import state_text
+from clusterddp.cli.terminal import (
+    Terminal,
+    columns_of,
+    confirm,
+    duration,
+    lay_out,
+    put,
+    put_json,
+    say,
+    say_error,
+    state_text,
+    to_columns,
+)
 from clusterddp.errors import UsageError
 from clusterddp.look.printable import printable
 from clusterddp.look.removal import Candidate, Removal, Selector

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import command, output_option, runs_option
+from clusterddp.cli.arguments import RunName, command, output_option, runs_option
 from clusterddp.cli.login import ask_login, node_of_all, profile_option
-from clusterddp.cli.param_types import RunName
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_note, writing_stdout
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
@@ -82,7 +81,7 @@ def compare(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], 
             sys.stdout.buffer.write(answer)
         return
     from clusterddp.cli.text.compare import compare_lines
-    from clusterddp.look.compare import compare as compare_runs
+    from clusterddp.look.report import compare as compare_runs
 
     runs = _find_runs(runs_dir, names)
     if len(runs) < 2:

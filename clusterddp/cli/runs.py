@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import address, collected, command, output_option, run_argument, runs_option
+from clusterddp.cli.arguments import RunName, address, collected, command, output_option, run_argument, runs_option
 from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.param_types import RunName
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_error, say_note
 from clusterddp.cli.text.status import status_lines
@@ -39,7 +38,7 @@ from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.look.log_pieces import LogQuery
+    from clusterddp.look.logs import LogQuery
     from clusterddp.look.status import RunStatus
 
 
@@ -101,7 +100,7 @@ class LogOptions:
 
         Raises: UsageError: --since or --grep is not understood.
         """
-        from clusterddp.look.log_pieces import LogQuery, parse_pattern, parse_since
+        from clusterddp.look.logs import LogQuery, parse_pattern, parse_since
 
         return LogQuery(
             attempt=self.attempt,

@@ -16,7 +16,10 @@ import click
 from clusterddp.cli import sweeps
 from clusterddp.cli.arguments import (
     PLANNED_NAME,
+    KeyValue,
     Place,
+    RunName,
+    SpecOrRun,
     StartOptions,
     command,
     place_options,
@@ -24,7 +27,6 @@ from clusterddp.cli.arguments import (
     start_options,
 )
 from clusterddp.cli.login import node_of_all, profile_option, start_at_login, submit_again_at_login, works_at_login
-from clusterddp.cli.param_types import KeyValue, RunName, SpecOrRun
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
 from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
@@ -153,7 +155,7 @@ def resume(
 
     With the name of a sweep: continue what is left of it, in its queue.
     """
-    from clusterddp.look.checkpoints import may_have_saved
+    from clusterddp.look.status import may_have_saved
     from clusterddp.submission.submit import resume as resume_run
 
     sweep = find_sweep(options.runs_dir, name)

@@ -16,7 +16,7 @@ import click
 from clusterddp.cli.arguments import PLANNED_NAME
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say, say_note
 from clusterddp.cli.text import plan as plan_text
-from clusterddp.cli.text import sweep as text
+from clusterddp.cli.text import run_list as text
 from clusterddp.cli.watch import draw, states_until
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable

@@ -1,15 +1,17 @@
-"""How a command prints: data to stdout, messages to stderr, with the colours that the streams can show."""
+"""How a command prints: data to stdout, messages to stderr, tables, in the width and colours that a stream can show."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import json
 import re
 import shutil
 import sys
 import unicodedata
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import click
@@ -25,6 +27,11 @@ SCHEMA = 1
 """The number of the forms of `-o json`; another one when a key means something else."""
 COLUMNS = 80
 """The width of text that is laid out for people where there is no terminal."""
+WITHOUT_REASON = {"RUNNING", "COMPLETED"}
+"""States that are shown without a reason."""
+_COLORS = {"COMPLETED": "green", "FAILED": "red", "LOST": "red", "RUNNING": "cyan"}
+_COLORS |= {"STOPPING": "yellow", "KILLED": "yellow"}
+_GAP = 2
 
 
 class Terminal:
@@ -204,3 +211,76 @@ def rank_span(ranks: Sequence[int]) -> str:
 def _escaped(text: str) -> str:
     """Escape control characters, except line ends and our own colours."""
     return "".join(part if _OURS.fullmatch(part) else printable(part) for part in _OURS.split(text))
+
+
+def state_text(state: str) -> str:
+    """Return the state in its colour."""
+    return click.style(state, fg=_COLORS.get(state), bold=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Column:
+    """A column of a table, and what becomes of it where the room is short."""
+
+    title: str
+    cells: Sequence[str]
+    """Without colour."""
+    gives_way: int = 0
+    """Columns with the highest number are left out first; 0: never left out."""
+    least: int | None = None
+    """To how few characters its cells may be cut; None: they are never cut."""
+    paint: Callable[[str], str] | None = None
+    """Colours a cell."""
+
+    @property
+    def width(self) -> int:
+        return max(width_of(self.title), *map(width_of, self.cells))
+
+    @property
+    def least_width(self) -> int:
+        return self.width if self.least is None else min(self.width, self.least)
+
+    def cut(self, width: int) -> Column:
+        """Return the column with cells of at most `width` columns of the terminal."""
+        cells = [cell if width_of(cell) <= width else f"{cut(cell, width - 2)}.." for cell in self.cells]
+        return dataclasses.replace(self, cells=cells)
+
+
+def to_columns(titles: Sequence[tuple[str, int]], rows: Sequence[Sequence[str]]) -> list[Column]:
+    """Turn rows into columns; each title comes with its `gives_way`."""
+    return [
+        Column(title=title, cells=cells, gives_way=gives_way)
+        for (title, gives_way), *cells in zip(titles, *rows, strict=True)
+    ]
+
+
+def lay_out(columns: Sequence[Column], *, room: int | None, indent: str = "") -> list[str]:
+    """Lay out columns as lines of at most `room` columns of the terminal, if that can be; None: all of them, uncut."""
+    shown = list(columns) if room is None else _fitting(list(columns), room - len(indent))
+    painted = [[column.title, *map(column.paint or str, column.cells)] for column in shown]
+    return table([list(row) for row in zip(*painted, strict=True)], indent=indent)
+
+
+def _fitting(shown: list[Column], room: int) -> list[Column]:
+    while _total([column.least_width for column in shown]) > room:
+        optional = [column for column in shown if column.gives_way]
+        if not optional:
+            break
+        shown.remove(max(optional, key=_expendable))
+    excess = _total([column.width for column in shown]) - room
+    fitting = {column.title: column for column in shown}
+    for column in sorted(shown, key=_expendable, reverse=True):
+        if excess > 0 and column.width > column.least_width:
+            width = max(column.least_width, column.width - excess)
+            excess -= column.width - width
+            fitting[column.title] = column.cut(width)
+    return list(fitting.values())
+
+
+def _expendable(column: Column) -> tuple[bool, int]:
+    """Return a key that is higher the sooner a column gives way: at first those without any value."""
+    return not {*column.cells} - {"", "-"}, column.gives_way
+
+
+def _total(widths: Sequence[int]) -> int:
+    return sum(widths) + _GAP * (len(widths) - 1)

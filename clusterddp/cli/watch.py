@@ -13,11 +13,8 @@ import click
 
 from clusterddp.cli.arguments import StartOptions, address
 from clusterddp.cli.log_output import write_logs
-from clusterddp.cli.terminal import Terminal, duration, put, put_json, say, say_note
-from clusterddp.cli.text.next_steps import next_steps
-from clusterddp.cli.text.progress import Show, progress_bar, progress_lines
-from clusterddp.cli.text.states import state_text
-from clusterddp.cli.text.status import root_cause_lines, warning_text
+from clusterddp.cli.terminal import WITHOUT_REASON, Terminal, duration, put, put_json, say, say_note, state_text
+from clusterddp.cli.text.status import measures, next_steps, progress_text, root_cause_lines, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.printable import printable
 from clusterddp.results.host_run import raise_if_unknown
@@ -26,7 +23,11 @@ from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
+    from rich.progress import Progress as Bar
+
+    from clusterddp.look.progress import Progress
     from clusterddp.run.attempts import Closeable
+    from clusterddp.run.directory import RunDir
     from clusterddp.run.view import RunView
     from clusterddp.submission.submit import Submitted
 
@@ -35,6 +36,12 @@ _POLL_INTERVAL_S = 0.25
 _WATCH_INTERVAL_S = 1.0
 _SIGHT_S = 60.0
 """How long the hosts of a run without a known state are asked again, unless a time limit is given."""
+_LINE_INTERVAL_S = 10.0
+"""How long no line is written though the progress changes, where lines cannot be redrawn."""
+_SAME_LINE_INTERVAL_S = 300.0
+"""The same while nothing changes: in a queue, or in a program that reports no progress."""
+
+Show = Callable[["RunView", "Progress | None"], None]
 
 
 def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
@@ -222,3 +229,74 @@ def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) 
         if timeout_s is not None and waited_s >= timeout_s:
             raise ClusterddpError(f"{run.name} is still {view.state.value} after {timeout_s:g} s")
         time.sleep(_POLL_INTERVAL_S)
+
+
+@contextlib.contextmanager
+def progress_lines(run: RunDir) -> Iterator[Show]:
+    """Show a line when the state changes, after each epoch, and from time to time.
+
+    One like the last has how long it was waited.
+    """
+    said: tuple[object, ...] = ()
+    last = ""
+    begun = said_at = time.monotonic()
+
+    def show(view: RunView, progress: Progress | None) -> None:
+        nonlocal said, said_at, last
+        # A new epoch begins with a new accuracy: one line for both.
+        result = progress and (progress.epoch if progress.accuracy is None else progress.accuracy)
+        waits = view.state.value in {"PENDING", "REQUEUED"}
+        facts = (view.state, view.attempt, view.reason if waits else result)
+        reason = "" if view.state.value in WITHOUT_REASON else printable(view.reason)
+        text = progress_text(progress) if progress and not waits else reason
+        line = f"{run.name} {view.state.value}  {text}".rstrip()
+        now = time.monotonic()
+        interval_s = _SAME_LINE_INTERVAL_S if waits or line == last else _LINE_INTERVAL_S
+        if view.finished or (facts == said and now - said_at < interval_s):
+            return
+        say(f"{line}  ({duration(now - begun)})" if line == last else line)
+        said, said_at, last = facts, now, line
+
+    yield show
+
+
+@contextlib.contextmanager
+def progress_bar(terminal: Terminal) -> Iterator[Show]:
+    """Show a bar on stderr, gone when the run has ended."""
+    from rich.console import Console
+    from rich.progress import BarColumn, SpinnerColumn, TextColumn, TimeElapsedColumn
+    from rich.progress import Progress as Bar
+    from rich.table import Column
+
+    console = Console(stderr=True, no_color=terminal.no_color or None, highlight=False)
+    columns = (
+        SpinnerColumn(),
+        TextColumn("{task.description}", markup=False),
+        BarColumn(bar_width=24),
+        TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
+        TimeElapsedColumn(),
+    )
+    with Bar(*columns, console=console, transient=True) as bar:
+        yield _shown_by(bar)
+
+
+def _shown_by(bar: Bar) -> Show:
+    task = bar.add_task("PENDING", total=None, facts="")
+
+    def show(view: RunView, progress: Progress | None) -> None:
+        description, facts = view.state.value, ""
+        if view.state.value in {"PENDING", "REQUEUED", "UNKNOWN"}:
+            facts = printable(view.reason)
+        elif progress:
+            description = f"epoch {progress.epoch}/{progress.epochs}" if progress.epochs else description
+            eta = [f"{duration(progress.eta_s)} left"] if progress.eta_s else []
+            facts = "  ".join(measures(progress) + eta)
+        bar.update(
+            task,
+            description=description,
+            facts=facts,
+            total=None if progress is None or progress.fraction is None else 1.0,
+            completed=(progress.fraction or 0.0) if progress else 0.0,
+        )
+
+    return show

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from clusterddp.cli.arguments import command, runs_option
-from clusterddp.cli.param_types import KeyValue
+from clusterddp.cli.arguments import KeyValue, command, runs_option
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import ClusterddpError, SpecError
 from clusterddp.rendezvous.handshake import JOIN_KEY

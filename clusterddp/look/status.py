@@ -1,18 +1,21 @@
-"""The status of a run, read from its files into one value; `to_json` is its form for scripts."""
+"""The status of a run, read from its files into one value; `to_json` is its form for scripts.
+
+It has the newest checkpoint and, of a run that failed, what kind of failure its root cause is.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import re
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.launchers.state import read_state
-from clusterddp.look.checkpoints import Checkpoint, newest_checkpoint
-from clusterddp.look.diagnosis import Diagnosis, diagnose
 from clusterddp.look.events import (
     HangEvent,
     NodeTransport,
@@ -37,10 +40,13 @@ from clusterddp.run.outcome import AttemptEnd, RootCause
 from clusterddp.run.rank_usage import UsageReport, read_usage_report
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.view import RunState, RunView
+from clusterddp.system.files import is_file
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
     from clusterddp.slurm.jobs import Job
+
+_NAME = re.compile(r"step-(?P<step>\d+)-a(?P<attempt>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,3 +292,121 @@ def _job_json(job: Job | None) -> dict[str, Any] | None:
     waits = job.phase.value == "waiting"
     moments = {"started": None if waits else job.started, "expected_start": job.started if waits else None}
     return {name: getattr(job, name) for name in names} | moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is complete."""
+
+    path: str
+    """Of its data; on a host from the run's directory there."""
+    step: int
+    """Optimizer steps done."""
+    host: str | None = None
+    """On which host of the run it is; None: here."""
+
+
+def newest_checkpoint(run: RunDir) -> Checkpoint | None:
+    """Find the newest checkpoint, by its name: the one with data here, else the one that a host has."""
+    here = [name for path in run.checkpoints.glob("*.json") if is_file(path.with_suffix(".pt")) and (name := path.stem)]
+    if newest := _newest(here):
+        return Checkpoint(path=str(run.checkpoints / f"{newest[0]}.pt"), step=newest[1])
+    for host, report in read_reports(run).items():
+        if newest := _newest(report.checkpoints):
+            return Checkpoint(path=f"checkpoints/{newest[0]}.pt", step=newest[1], host=host)
+    return None
+
+
+def _newest(names: Iterable[str]) -> tuple[str, int] | None:
+    """Return the newest of some checkpoints, by attempt, then by step, with its step."""
+    found = [(int(match["attempt"]), int(match["step"]), name) for name in names if (match := _NAME.fullmatch(name))]
+    _, step, newest = max(found, default=(0, 0, ""))
+    return (newest, step) if newest else None
+
+
+def has_checkpoint(run: RunDir) -> bool:
+    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
+    here = next(run.checkpoints.glob("*.json"), None) is not None
+    return here or any(report.checkpoints for report in read_reports(run).values())
+
+
+def may_have_saved(run: RunDir) -> bool:
+    """Return whether the run may go on from where it was; False for a program that left no file and never asked."""
+    entry = read_gang(run).entry
+    if entry.always_stops or has_checkpoint(run) or any(is_file(attempt.asked) for attempt in run.attempts()):
+        return True
+    output = Path(entry.output_dir or run.output)
+    with contextlib.suppress(OSError):
+        return next(output.iterdir(), None) is not None
+    return bool(entry.output_dir)  # it may be on another machine
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The kind of a failure."""
+
+    category: str
+    """gpu_memory, memory, storage, time_limit, hang, node_lost, network, data, killed, setup (before any rank ran), or
+    code: the program."""
+    text: str
+    """The category for people."""
+    hint: str
+    """What helps against it; may be empty."""
+
+
+_MEMORY = r"lack of memory|OUT_OF_MEMORY|MemoryError|[Cc]annot allocate memory|can't allocate memory|[Oo]ut of memory"
+_STORAGE = r"No space left on device|[Dd]isk quota|Read-only file system|Stale file handle|Input/output error"
+_TIME = (
+    r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|Slurm ended the job before|did not stop within"
+)
+_NETWORK = (
+    r"\bgloo\b|\bnccl|\bNCCL|DistNetworkError|DistStoreError|Connection(Error)?:? ?(closed|reset|refused|aborted|timed)"
+    r"|ConnectionResetError|ConnectionRefusedError|BrokenPipeError|Broken pipe|[Aa]ddress already in use"
+    r"|No route to host|Network is unreachable|Name or service not known|Temporary failure in name resolution"
+    r"|socket has timed out|remote process exit|have not joined|did not join|did not reach"
+)
+_DATA = (
+    r"FileNotFoundError|NotADirectoryError|UnidentifiedImageError|BadZipFile|DataLoader worker|cannot read folder"
+    r"|data_dir|\bdata set\b|HTTPError|URLError"
+)
+_KINDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
+    (re.compile(pattern), diagnosis)
+    for pattern, diagnosis in (
+        (
+            r"CUDA out of memory|HIP out of memory|CUDA error: out of memory|OutOfMemoryError|ALLOC_FAILED",
+            Diagnosis("gpu_memory", "out of GPU memory", "a smaller batch per rank needs less"),
+        ),
+        (
+            _MEMORY,
+            Diagnosis("memory", "out of memory", "resources.memory_gb asks Slurm for more; fewer loaders need less"),
+        ),
+        (_STORAGE, Diagnosis("storage", "storage", "make room, or mend the file system, then go on")),
+        (
+            r"^hang:|Watchdog caught collective|collective operation timeout|[Tt]imed out waiting|wait timeout after",
+            Diagnosis("hang", "a hang", "attempts/N/stacks has where each rank waited"),
+        ),
+        (_TIME, Diagnosis("time_limit", "time limit", "more resources.time, or restarts, which go on at a checkpoint")),
+        (
+            r"\bis lost\b|NODE.FAIL|BOOT_FAIL|is cut off|; (its |all )?ranks? .*ended with it",
+            Diagnosis("node_lost", "node lost", "restarts: 1 in the spec starts again after a loss"),
+        ),
+        (_NETWORK, Diagnosis("network", "network", "clusterddp doctor SPEC checks the network between the hosts")),
+        (_DATA, Diagnosis("data", "data", "every node needs the files under the same path")),
+        (
+            r"was killed by SIG(KILL|TERM|HUP|INT|XCPU)\b",
+            Diagnosis("killed", "killed from outside", "another process, or the kernel for lack of memory, ended it"),
+        ),
+    )
+)
+_SETUP = Diagnosis("setup", "before any rank ran", "clusterddp doctor SPEC checks the machines")
+_CODE = Diagnosis("code", "the program", "")
+
+
+def diagnose(cause: RootCause) -> Diagnosis:
+    """Find the kind of a failure: by its own words, then by the exception at the end of its traceback."""
+    last_line = (cause.traceback or "").rstrip().rpartition("\n")[2]
+    for text in (cause.error, last_line):
+        for pattern, diagnosis in _KINDS:
+            if pattern.search(text):
+                return diagnosis
+    return _SETUP if cause.rank is None else _CODE

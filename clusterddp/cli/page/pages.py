@@ -28,12 +28,10 @@ from clusterddp.cli.page.drawing import (
 )
 from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
-from clusterddp.cli.text.rank_table import usage_texts
-from clusterddp.cli.text.status import measures, short_progress
-from clusterddp.look.code import FileDiff
-from clusterddp.look.compare import Comparison, Difference, compare
+from clusterddp.cli.text.status import measures, short_progress, usage_texts
+from clusterddp.look.background import FileDiff
 from clusterddp.look.ranks import RankStatus
-from clusterddp.look.report import RunReport
+from clusterddp.look.report import Comparison, Difference, RunReport, compare
 from clusterddp.look.status import RunSummary
 from clusterddp.system.units import format_bytes, format_count
 

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import click
 
-from clusterddp.cli.terminal import cut, duration, table, width_of, wrapped
-from clusterddp.cli.text.states import state_text
-from clusterddp.look.compare import CodeDiff, Comparison, Difference
+from clusterddp.cli.terminal import cut, duration, state_text, table, width_of, wrapped
 from clusterddp.look.printable import printable
-from clusterddp.look.report import Results
+from clusterddp.look.report import CodeDiff, Comparison, Difference, Results
 from clusterddp.system.units import format_count
 
 _MOST_SIDE_BY_SIDE = 4

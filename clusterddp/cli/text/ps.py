@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.terminal import duration, say, say_error
-from clusterddp.cli.text.columns import Column, lay_out, to_columns
+from clusterddp.cli.terminal import Column, duration, lay_out, say, say_error, to_columns
 from clusterddp.errors import SshError
 from clusterddp.look.printable import printable
 from clusterddp.look.ps import answers

@@ -1,25 +1,38 @@
-"""Show many runs as a table, one a line, in the width of a terminal: the least important columns give way first."""
+"""Show many runs as a table, one a line, and sweeps: their plan, and how they go on.
+
+A table has the width of the terminal: the least important columns give way first.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import shlex
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from clusterddp.cli.terminal import duration
-from clusterddp.cli.text.columns import Column, lay_out
-from clusterddp.cli.text.states import WITHOUT_REASON, state_text
+import click
+
+from clusterddp.cli.terminal import WITHOUT_REASON, Column, duration, lay_out, state_text, table, wrapped
+from clusterddp.cli.text import plan as plan_text
+from clusterddp.cli.text.plan import value_text
 from clusterddp.cli.text.status import short_progress
 from clusterddp.look.printable import printable
-from clusterddp.system.units import format_bytes
+from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
     from clusterddp.look.status import RunSummary
+    from clusterddp.look.sweep import SweepStatus
+    from clusterddp.sweep.plan import SweepPlan
 
 _LEAST_NAME = 22
 """To so much a name is cut where nothing else gives way; commands take the beginning of a name."""
 _RANK_OF_ERROR = re.compile(r"rank \d+ on \S+: ")
+_MOST_RUNS_SHOWN = 40
+"""In a verbose plan."""
+_FEW_RUNS_SHOWN = 8
+_SHOWN_FIRST = {state: number for number, state in enumerate(["RUNNING", "FAILED", "LOST", "REQUEUED", "PENDING"])}
 
 
 def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | None, wide: bool = False) -> list[str]:
@@ -68,3 +81,102 @@ def _when(created: float, now: float) -> str:
     if now - created < 86400:
         return f"{duration(now - created)} ago"
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
+
+
+def masked_plan(plan: SweepPlan) -> dict[str, Any]:
+    """Return the plan as JSON data, without secret tokens; `plan` is that of the first run."""
+    return {
+        "sweep": plan.sweep,
+        "launcher": plan.base.launcher,
+        "path": str(plan.path),
+        "keys": list(plan.keys),
+        "throttle": plan.throttle,
+        "command": list(plan.command),
+        "runs": [
+            {"run": run.run, "variant": label, "values": values}
+            for run, label, values in zip(plan.runs, plan.labels, plan.values, strict=True)
+        ],
+        "plan": plan_text.masked_plan(plan.base),
+    }
+
+
+def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[str]:
+    """Write what a submit of a sweep would do: its runs, what starts them, the plan of the first run."""
+    carrier = "one Slurm job array" if plan.job else "started in turn by a queue on this machine"
+    lines = [f"sweep {click.style(plan.sweep, bold=True)}: {format_count(len(plan.runs), 'run')}, {carrier}", ""]
+    rows = [["RUN", *plan.keys]]
+    shown = _MOST_RUNS_SHOWN if verbose else _FEW_RUNS_SHOWN
+    for run, values in zip(plan.runs[:shown], plan.values[:shown], strict=True):
+        rows.append([run.run, *(_cell(value) for value in values.values())])
+    lines += table(rows, indent="  ")
+    if len(plan.runs) > shown:
+        lines.append(f"  ... and {len(plan.runs) - shown} more, to {plan.runs[-1].run}")
+    many = "as many as Slurm starts" if plan.job else "as many as there are GPUs for"
+    lines += ["", f"  at a time  {plan.width or many}"]
+    if plan.job:
+        lines += [f"  array      {next(word for word in plan.command if word.startswith('--array='))}"]
+    elif verbose:
+        lines += [f"  queue      {printable(shlex.join(plan.command))}"]
+    lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, as an example:", ""]
+    commands = (plan.command, *plan.base.commands[1:]) if plan.job else plan.base.commands
+    first = dataclasses.replace(plan.base, commands=commands, notes=plan.notes)
+    return lines + plan_text.plan_lines(first, verbose=verbose, columns=columns)
+
+
+def status_lines(status: SweepStatus, *, columns: int | None, rows: int | None = None) -> list[str]:
+    """Write a sweep: the states of its runs, what starts them, what their queue waits for, and a table of the runs.
+
+    `rows`: how many lines there may be; runs that run or failed are shown before others.
+    """
+    where = f"{format_count(len(status.runs), 'run')}, " + (
+        carrier_text(status.launcher, status.job_id) if status.job_id else status.launcher
+    )
+    where += f", {status.throttle} at a time" if status.throttle else ""
+    head = f"{click.style(status.sweep, bold=True)}  {counts_text(status)}  {where}"
+    lines = wrapped(head, columns, indent=2)
+    lines += [each for line in _queue_lines(status) for each in wrapped(f"  {line}", columns, indent=4)]
+    runs, room = list(status.runs), None if rows is None else max(1, rows - len(lines) - 2)
+    if room is not None and len(runs) > room:
+        first = sorted(runs, key=lambda run: _SHOWN_FIRST.get(run.state.value, len(_SHOWN_FIRST)))[:room]
+        runs = [run for run in runs if run in first]
+    lines += list_lines(runs, now=time.time(), columns=columns)
+    left = len(status.runs) - len(runs)
+    return [*lines, f"... and {left} more: clusterddp list {status.sweep}"] if left else lines
+
+
+def counts_text(status: SweepStatus) -> str:
+    """Write how many runs are in which state, in colour."""
+    return ", ".join(f"{count} {state_text(state)}" for state, count in status.states.items())
+
+
+def plain_counts(states: dict[str, int]) -> str:
+    """Write how many runs are in which state, without colour."""
+    return ", ".join(f"{count} {state}" for state, count in states.items())
+
+
+def carrier_text(launcher: str, job_id: str) -> str:
+    """Name what starts the runs: the job array, or the queue."""
+    return printable(f"{launcher} job array {job_id}" if launcher == "slurm" else f"{launcher} queue, pid {job_id}")
+
+
+def _queue_lines(status: SweepStatus) -> list[str]:
+    """Write what the queue does; nothing where Slurm starts the runs, or no run is left to start."""
+    if status.queue is None:
+        return []
+    state, host = status.queue.state, status.queue.identity.host
+    if state == "RUNNING":
+        return [f"the queue waits: {printable(status.queue.waits_for)}"] if status.queue.waits_for else []
+    if state == "UNKNOWN":
+        return [f"the queue is on {printable(host)}, which cannot be asked from here"]
+    if "LOST" not in status.states:
+        return []
+    what = f"has ended: {status.queue.why}" if state == "ENDED" else "is gone"
+    return [f"the queue {printable(what)}; continue with: clusterddp resume {status.sweep}"]
+
+
+def _cell(value: Any) -> str:
+    return printable(value if isinstance(value, str) else _joined(value))
+
+
+def _joined(value: Any) -> str:
+    return shlex.join(map(str, value)) if isinstance(value, Sequence) else value_text(value)

@@ -17,8 +17,7 @@ from clusterddp.agent import results as host_results
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
-from clusterddp.look.log_pieces import LogQuery
-from clusterddp.look.logs import read_logs
+from clusterddp.look.logs import LogQuery, read_logs
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import AttemptEnd, read_end, write_end

@@ -134,19 +134,16 @@ def test_another_build_of_the_version_that_is_there_is_installed_over_it(pip: bo
 
 
 @pytest.mark.parametrize(
-    ("gpus", "busy", "waits", "level"),
+    ("gpus", "busy", "level"),
     [
-        (("0",), {}, False, "red"),
-        (("0", "1"), {"1": "run calm-owl-1"}, False, "red"),
-        (("0", "1"), {"1": "run calm-owl-1"}, True, "note"),
-        (("0", "1", "2"), {"1": "run calm-owl-1"}, False, "ok"),
+        (("0",), {}, "red"),
+        (("0", "1"), {"1": "run calm-owl-1"}, "red"),
+        (("0", "1", "2"), {"1": "run calm-owl-1"}, "ok"),
     ],
 )
-def test_gpus_that_are_too_few_are_red_unless_the_run_waits_for_them(
-    gpus: tuple[str, ...], busy: dict[str, str], waits: bool, level: str
-) -> None:
+def test_gpus_that_are_too_few_are_red(gpus: tuple[str, ...], busy: dict[str, str], level: str) -> None:
     facts = dataclasses.replace(FACTS, gpus=gpus, busy_gpus=busy)
-    assert judge(facts, needs=dataclasses.replace(TRAINER, waits=waits))["GPUs"].level == level
+    assert judge(facts)["GPUs"].level == level
 
 
 @pytest.mark.parametrize(

@@ -249,8 +249,7 @@ def test_compare_shows_the_why_above_the_what(runs_dir: Path, capfd: pytest.Capt
 
 def test_many_runs_are_rows_that_fit_a_terminal(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from clusterddp.cli.text.compare import compare_lines
-    from clusterddp.look.compare import compare
-    from clusterddp.look.report import read_reports
+    from clusterddp.look.report import compare, read_reports
 
     runs = [trained(runs_dir, f"run-with-a-long-name-{number}", lr=0.1 * number) for number in range(9)]
     lines = compare_lines(compare(read_reports(runs, {})), columns=80)

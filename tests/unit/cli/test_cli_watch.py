@@ -15,9 +15,9 @@ from pathlib import Path
 import pexpect
 import pytest
 
+from clusterddp.cli import watch
 from clusterddp.cli.main import main
-from clusterddp.cli.text import progress as progress_text
-from clusterddp.cli.text.progress import progress_lines
+from clusterddp.cli.watch import progress_lines
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.rank_usage import RankUsage, Straggler, UsageReport, write_usage
@@ -124,7 +124,7 @@ def test_a_run_that_does_not_change_is_one_line_of_json(runs_dir: Path) -> None:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     now = [100.0]
-    monkeypatch.setattr(progress_text.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(watch.time, "monotonic", lambda: now[0])
     return now
 
 

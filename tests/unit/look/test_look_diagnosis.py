@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.look.diagnosis import diagnose
+from clusterddp.look.status import diagnose
 from clusterddp.run.outcome import RootCause, loss_of_nodes
 from tests.support.gang_runs import make_gang
 

@@ -13,16 +13,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterddp.errors import UsageError
-from clusterddp.look.log_folding import fold
-from clusterddp.look.log_pieces import (
+from clusterddp.look.logs import (
     LogPiece,
     LogQuery,
     NewAttempt,
+    fold,
+    follow_logs,
     format_piece,
+    lacks_times,
     parse_pattern,
     parse_since,
+    read_logs,
 )
-from clusterddp.look.logs import follow_logs, lacks_times, read_logs
 from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import append_jsonl, write_json

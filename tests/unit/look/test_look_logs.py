@@ -12,9 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from clusterddp.errors import UsageError
-from clusterddp.look.log_file import PIECE_BYTES, LogFile, position_of_last_lines
-from clusterddp.look.log_pieces import LogPiece, LogQuery, NewAttempt, format_piece
-from clusterddp.look.logs import choose_ranks, follow_logs, parse_ranks, read_logs
+from clusterddp.look.logs import (
+    PIECE_BYTES,
+    LogFile,
+    LogPiece,
+    LogQuery,
+    NewAttempt,
+    choose_ranks,
+    follow_logs,
+    format_piece,
+    parse_ranks,
+    position_of_last_lines,
+    read_logs,
+)
 from clusterddp.look.printable import printable
 from tests.support.handmade_runs import HOST, complete, fail, make_run, start_attempt
 

@@ -9,11 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.look.background import HIDDEN, config_texts, read_background
-from clusterddp.look.code import compare_folders, read_uncommitted
-from clusterddp.look.compare import compare
+from clusterddp.look.background import HIDDEN, compare_folders, config_texts, read_background, read_uncommitted
 from clusterddp.look.curves import Curve, read_curves
-from clusterddp.look.report import RunReport, read_reports
+from clusterddp.look.report import RunReport, compare, read_reports
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run

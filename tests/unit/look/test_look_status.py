@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.look.log_file import read_log_tail
+from clusterddp.look.logs import read_log_tail
 from clusterddp.look.progress import read_progress
 from clusterddp.look.status import read_status
 from clusterddp.run.outcome import AttemptEnd, write_end
