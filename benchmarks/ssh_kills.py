@@ -9,7 +9,7 @@ start or later; VICTIM names some of them. Right is, within 20 s, and 45 s where
 on any host that is on, a host whose cable is pulled included, or, where the run has to bear it, the same ranks as
 before; and a `status` asked for in that time prints the right state and cause (it waits 5 s for a host that is silent).
 One line of JSON per kill, a summary at the end; on standard error all logs of what was borne otherwise.
-tests/support/ssh_kills.py holds the rules. A guard is two processes, of which one is killed.
+tests/support/ssh_kills.py holds the rules.
 """
 
 from __future__ import annotations

@@ -170,9 +170,7 @@ def clean_up(facts: Facts, what_happened: str) -> None:
 def _complete_rank_records(facts: Facts) -> None:
     for record in read_ranks(facts.attempt_dir):
         if record.rank in facts.order.node.ranks and record.ended is None:
-            ended = dataclasses.replace(
-                record, ended=time.time(), exit_code=137, signal="SIGKILL", error="ended with its supervisor"
-            )
+            ended = record.at_end(exit_code=137, signal="SIGKILL", error="ended with its supervisor")
             write_rank(facts.attempt_dir, ended)
 
 

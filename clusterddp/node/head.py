@@ -31,7 +31,7 @@ from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.outcome import AttemptEnd, EndRecord, loss_of_nodes, signal_name
+from clusterddp.run.outcome import AttemptEnd, EndRecord, loss_of_nodes, spell_exit
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.system.files import is_file, write_json
 from clusterddp.system.storage import storage_timeout_s
@@ -420,8 +420,7 @@ class JoinedNodes:
 
     def spell_end(self, node_rank: int, exit_code: int) -> str:
         """Say how the supervisor of a node ended, by its exit code."""
-        how = f"exited with code {exit_code}" if exit_code >= 0 else f"was killed by {signal_name(-exit_code)}"
-        return f"supervisor of node {node_rank} on {self._gang.nodes[node_rank].host} {how}"
+        return f"supervisor of node {node_rank} on {self._gang.nodes[node_rank].host} {spell_exit(exit_code)}"
 
     def lose(self, node_rank: int, why: Loss, interface: str | None) -> list[tuple[Node, str]]:
         """Count a node as lost; return what happened, each time with the node at fault.

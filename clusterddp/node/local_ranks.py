@@ -19,7 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills
 from clusterddp.network.connections import was_connected
 from clusterddp.network.nccl_log import Transport, merge, read_transport
-from clusterddp.node.failure import CERTAIN, OWN, RankEnd, read_rank_end
+from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
 from clusterddp.node.log import log_line
 from clusterddp.node.node_stacks import NodeStacks
 from clusterddp.node.node_usage import NodeUsage
@@ -263,8 +263,10 @@ class LocalRanks:
         attempt.watch.look()
         # First the report: the record waits for the disk, and the other ranks should not.
         self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
-        attempt.records[rank] = with_end(attempt.records[rank], end)
-        self._records.put(attempt.dir, attempt.records[rank])
+        error = "ended with the gang" if end.on_order and end.signal is not None else end.error
+        record = attempt.records[rank].at_end(exit_code=end.exit_code, signal=end.signal, error=error)
+        attempt.records[rank] = record
+        self._records.put(attempt.dir, record)
         self._write_records(time.monotonic())
 
     def _continue_end(self, attempt: LocalAttempt, ending: LocalEnding, now: float) -> None:
@@ -331,14 +333,6 @@ def new_record(rank: int, pid: int, node: Node, network: RankNetwork, master_por
         master_addr=network.gang.master_addr,
         master_port=master_port,
         started=time.time(),
-    )
-
-
-def with_end(record: RankRecord, end: RankEnd) -> RankRecord:
-    """Return the record of a rank that has ended."""
-    error = "ended with the gang" if end.on_order and end.signal is not None else end.error
-    return dataclasses.replace(
-        record, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
     )
 
 

@@ -221,8 +221,6 @@ def _record_end(exit_code: int, error: str = "", trace: str = "") -> None:
     """Record this rank's end where no supervisor does; a rank that is killed records nothing, nor does its fork."""
     if "CLUSTERDDP_ALONE" not in os.environ:
         return
-    import dataclasses
-
     from clusterddp.errors import ClusterddpError
     from clusterddp.run.directory import RunDir
     from clusterddp.run.record import read_rank, write_rank
@@ -238,7 +236,7 @@ def _record_end(exit_code: int, error: str = "", trace: str = "") -> None:
             extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
             content = {"message": {"message": message, "extraInfo": extra}}
             write_json(attempt.error_file(record.rank), content, exclusive=True)
-        write_rank(attempt, dataclasses.replace(record, ended=time.time(), exit_code=exit_code, error=message))
+        write_rank(attempt, record.at_end(exit_code=exit_code, error=message))
 
 
 if __name__ == "__main__":

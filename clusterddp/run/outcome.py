@@ -227,6 +227,11 @@ def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
             path.unlink(missing_ok=True)
 
 
+def spell_exit(returncode: int) -> str:
+    """Say how a process ended, by its return code (negative: a signal)."""
+    return f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal_name(-returncode)}"
+
+
 def signal_name(number: int) -> str:
     """Return the name of a signal, such as SIGTERM."""
     try:

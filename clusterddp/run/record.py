@@ -136,6 +136,12 @@ class RankRecord:
     signal: str | None = None
     error: str | None = None
 
+    def at_end(self, *, exit_code: int, signal: str | None = None, error: str | None = None) -> RankRecord:
+        """Return the record of the rank that has just ended."""
+        return dataclasses.replace(
+            self, stopped=None, ended=time.time(), exit_code=exit_code, signal=signal, error=error
+        )
+
 
 class StartedNode(TypedDict, total=False):
     """A node in `start.json`: the keys that are read."""

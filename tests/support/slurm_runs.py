@@ -110,11 +110,6 @@ def start_run(rack: Rack, run: RunDir, environ: Mapping[str, str] | None = None)
     return done.stdout.strip()
 
 
-def await_attempt(run: RunDir, number: int, within_s: float = 40) -> None:
-    """Wait until this attempt is there."""
-    wait_until(run.attempt(number).path.exists, within_s)
-
-
 def await_final_end(run: RunDir, within_s: float = 60, *, what: Callable[[], object] = str) -> AttemptEnd:
     """Wait until the run has ended; return how, and print it, or `what`, for a test that fails."""
 

@@ -37,7 +37,6 @@ if os.path.exists({fail!r}) and os.environ["RANK"] == "1":
     os._exit(3)
 """
 CAUSE = re.compile(r"rank 1 on node\d exited with code 3")  # Slurm takes any node that is free
-WORDS = {"full": "No space left on device", "read-only": "Read-only file system"}
 SSH_SPEC = """\
 name: job
 launcher: ssh

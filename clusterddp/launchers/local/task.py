@@ -24,7 +24,7 @@ from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_nodes, signal_name
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_nodes, signal_name, spell_exit
 from clusterddp.run.record import ProcessIdentity, log_event, read_gang, read_run, write_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log
@@ -165,11 +165,8 @@ def _explain(run: RunDir, ended: list[_Supervisor], error_text: str | None) -> A
     first = next((each for each in ended if each.process.returncode), ended[0])
     node, code = first.node, first.process.returncode
     who = f"supervisor of node {node.node_rank} on {node.host} (pid {first.process.pid})"
-    if code < 0:
-        error = f"{who} was killed by {signal_name(-code)}"
-    else:
-        last_line = read_tail(first.log).rpartition("\n")[2]
-        error = f"{who} exited with code {code}" + (f": {last_line}" if last_line else "")
+    last_line = read_tail(first.log).rpartition("\n")[2] if code >= 0 else ""
+    error = f"{who} {spell_exit(code)}" + (f": {last_line}" if last_line else "")
     attempt = run.newest_attempt() if started else None
     cause = loss_of_nodes(read_gang(run), (node,), error, attempt=attempt)
     exit_code, log = 128 - code if code < 0 else code, str(first.log.relative_to(run.path))

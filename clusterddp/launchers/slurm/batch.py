@@ -30,7 +30,7 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import end_or_spool, final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, read_spooled, spool_end
+from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, read_spooled, spell_exit, spool_end
 from clusterddp.run.record import drop_secrets, log_event, read_run
 from clusterddp.run.stop import request_stop
 from clusterddp.slurm.control import JobNow, show_job
@@ -159,7 +159,7 @@ def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
     finally:
         os.close(descriptor)
     code = _wait_for_srun(process, carried.run, attempt)
-    return f"srun was killed by signal {-code}" if code < 0 else f"srun exited with code {code}"
+    return f"srun {spell_exit(code)}"
 
 
 def _wait_for_srun(srun: subprocess.Popen[bytes], run: RunDir, attempt: AttemptDir) -> int:
