@@ -23,7 +23,7 @@ from docs_text import WIDTH, cell, filled, head, items, page
 from clusterddp import errors
 from clusterddp.cli import main as command_line
 from clusterddp.cli.terminal import Terminal
-from clusterddp.ranks.launched_sources import NAMES
+from clusterddp.ranks.launched import NAMES
 
 PAGES = ROOT / "docs" / "reference"
 

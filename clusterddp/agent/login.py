@@ -10,8 +10,7 @@ from typing import Any
 
 from clusterddp.agent.store import find_code, refusing_disk
 from clusterddp.agent.types import Body, Host, Operation
-from clusterddp.run.code import link_or_copy
-from clusterddp.run.sent import FOLDER, RECORD, TREE
+from clusterddp.run.code import FOLDER, RECORD, TREE, link_or_copy
 from clusterddp.run.stored import keep_package
 from clusterddp.system.file_set import list_files
 from clusterddp.system.files import write_json, write_text

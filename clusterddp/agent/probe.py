@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.network.choice import Outcome
 from clusterddp.network.interface import plain_address
-from clusterddp.network.paths import Outcome
 from clusterddp.network.port import bind_port
 from clusterddp.rendezvous.client import AuthenticatedAttempt
 from clusterddp.rendezvous.connection import Connection, Message, Protocol
@@ -137,7 +137,7 @@ class Try:
         self._attempt.close()
 
     def facts(self) -> dict[str, Any]:
-        """Return the result, for `Probe` of network/paths.py."""
+        """Return the result, for `Probe` of network/choice.py."""
         return {
             "target": self.target.target,
             "address": self.target.address,

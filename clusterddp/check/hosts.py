@@ -22,8 +22,8 @@ from clusterddp.facts.machine import Machine
 from clusterddp.launchers.ssh.network import GangNetwork, examine_network
 from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
 from clusterddp.launchers.ssh.sessions import HostSessions, try_host_sessions
+from clusterddp.network.choice import Findings
 from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
-from clusterddp.network.paths import Findings
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.leftovers import RunHere

@@ -12,12 +12,11 @@ from clusterddp.cli.arguments import command, output_option, run_argument, runs_
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, duration, put, put_json
 from clusterddp.look.printable import printable
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.find import find_run
 
 if TYPE_CHECKING:
-    from clusterddp.run.stack_folding import Folded
-    from clusterddp.run.stacks import RankStack, StackReport
+    from clusterddp.run.stacks import Folded, RankStack, StackReport
 
 _NOW_S = 60.0
 
@@ -43,7 +42,7 @@ def stacks(terminal: Terminal, *, name: str, raw: bool, timeout_s: float, output
 
     It works for every script and changes nothing in the run. Of a run that has ended, the stacks of its last hang.
     """
-    from clusterddp.run.stack_folding import fold
+    from clusterddp.run.stacks import fold
     from clusterddp.submission.stacks import collect_stacks
 
     run = find_run(runs_dir, name)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
 from clusterddp.planning.command_lines import EXEC_MODULE
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir

@@ -13,8 +13,7 @@ from clusterddp.login.node import AT_LOGIN
 from clusterddp.planning.program import absent_notes, plan_program
 from clusterddp.remote.package import package
 from clusterddp.remote.upload import UPLOAD_TIMEOUT_S, Uploader, Watch, upload_code
-from clusterddp.run.code_files import SnapshotPlan
-from clusterddp.run.git import describe_commit
+from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.ssh.command import Write, open_command
 from clusterddp.ssh.session import HostAccess, Session
 from clusterddp.ssh.sessions import open_sessions

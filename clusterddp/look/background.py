@@ -15,10 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.code import find_stored, run_git
 from clusterddp.run.directory import RunDir
-from clusterddp.run.git import run_git
 from clusterddp.run.record import RunRecord
-from clusterddp.run.snapshot import find_stored
 from clusterddp.spec.program_arguments import named_arguments
 from clusterddp.spec.secret_values import HIDDEN, hide_secret_arguments, is_secret
 from clusterddp.system.file_set import list_files, read_sum, show

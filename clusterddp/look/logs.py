@@ -18,7 +18,7 @@ from pathlib import Path
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang

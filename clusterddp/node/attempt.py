@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import AttemptEnd, RootCause, cancelled, failed, failed_by

@@ -17,8 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from clusterddp.ranks.entry_environment import ENVIRONMENT_KEYS, entry_environment
-from clusterddp.ranks.placeholders import fill_in, placeholder_values
+from clusterddp.ranks.environment import ENVIRONMENT_KEYS, entry_environment, fill_in, placeholder_values
 
 
 def run_entry(run_dir: str) -> None:

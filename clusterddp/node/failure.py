@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.facts.memory import explain_oom_kill
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang, Node

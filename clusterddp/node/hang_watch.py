@@ -27,8 +27,7 @@ from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.outcome import RootCause
-from clusterddp.run.stack_folding import Folded, fold, unmoved_ranks
-from clusterddp.run.stacks import RankStack, StackReport, take_request, write_report
+from clusterddp.run.stacks import Folded, RankStack, StackReport, fold, take_request, unmoved_ranks, write_report
 from clusterddp.system.files import read_last_jsonl
 from clusterddp.wire import build
 

@@ -24,9 +24,7 @@ from clusterddp.node.log import log, log_end, log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import Rendezvous
 from clusterddp.node.usage_watch import UsageWatch
-from clusterddp.ranks.entry_environment import RENDEZVOUS_FILE
-from clusterddp.ranks.environment import STOP_FILE, rank_cookies
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import RENDEZVOUS_FILE, STOP_FILE, rank_cookies, spell_ranks
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs

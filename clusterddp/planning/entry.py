@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.errors import UsageError
 from clusterddp.planning.program import Program, with_file
-from clusterddp.run.code_files import SnapshotPlan
+from clusterddp.run.code import SnapshotPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.code_files import (
+from clusterddp.run.code import (
     MAX_SCRIPT_BYTES,
     MAX_SCRIPT_FILES,
     SnapshotPlan,

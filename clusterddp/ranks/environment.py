@@ -1,12 +1,32 @@
-"""The environment of a rank: torchrun's variables and clusterddp's own, each with the origin of its value."""
+"""The environment of a rank: torchrun's variables and clusterddp's own, each with the origin of its value.
+
+An entry gets more variables, which follow from the rank's variables and the plan: the start-up of the rank sets them,
+so a launcher (supervisor, torchrun, mpirun) need not know them. In its arguments `--rank {rank}` becomes each rank's
+own number.
+"""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from clusterddp.network import nccl_log
+
+
+def spell_ranks(ranks: Iterable[int]) -> str:
+    """Write ranks: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
+    runs: list[list[int]] = []
+    for rank in sorted(ranks):
+        if runs and rank == runs[-1][1] + 1:
+            runs[-1][1] = rank
+        else:
+            runs.append([rank, rank])
+    text = ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in runs)
+    return f"rank {text}" if len(runs) == 1 and runs[0][0] == runs[0][1] else f"ranks {text}"
+
 
 COOKIE = "CLUSTERDDP_COOKIE"
 """Names the run (its token) and the role of a process. All descendants inherit it; cleanup finds processes by it."""
@@ -224,3 +244,127 @@ def _logs_nccl_for_run(environ: Mapping[str, str]) -> bool:
     """Return whether NCCL of the rank logs into a file of the run."""
     run_dir = environ.get("CLUSTERDDP_RUN_DIR")
     return run_dir is not None and environ.get("NCCL_DEBUG_FILE", "").startswith(run_dir)
+
+
+Counts = Literal["processes", "machines"]
+Init = Literal["env", "tcp", "file"]
+
+INIT_METHOD = "CLUSTERDDP_INIT_METHOD"
+DATA_DIR = "CLUSTERDDP_DATA_DIR"
+OUTPUT_DIR = "CLUSTERDDP_OUTPUT_DIR"
+CODE_DIR = "CLUSTERDDP_CODE_DIR"
+RENDEZVOUS_FILE = "rendezvous"
+"""The file of torch's rendezvous with `init: file`; it is in the attempt's directory, so each attempt has a new one."""
+ENVIRONMENT_KEYS = ("init", "spawns", "counts", "data_dir", "output_dir", "code_dir")
+"""The keys of a plan's entry that `entry_environment` takes."""
+_OF_TORCHRUNS_RANKS = (
+    "LOCAL_RANK", "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_USE_AGENT_STORE", "CLUSTERDDP_GPU",
+)  # fmt: skip
+"""Variables by which a program detects that torchrun started it as a rank, so that it starts no ranks itself."""
+
+
+def init_method(init: Init, environ: Mapping[str, str]) -> str:
+    """Return the init_method for `torch.distributed.init_process_group`."""
+    if init == "env":
+        return "env://"
+    if init == "file":
+        attempt = environ.get("CLUSTERDDP_ATTEMPT", "0")
+        return f"file://{environ.get('CLUSTERDDP_RUN_DIR', '')}/attempts/{attempt}/{RENDEZVOUS_FILE}"
+    host = environ.get("MASTER_ADDR", "")
+    return f"tcp://{f'[{host}]' if ':' in host else host}:{environ.get('MASTER_PORT', '')}"
+
+
+def entry_environment(
+    environ: Mapping[str, str],
+    *,
+    init: Init,
+    spawns: Sequence[int] = (),
+    counts: Counts = "processes",
+    data_dir: str | None = None,
+    output_dir: str | None = None,
+    code_dir: str | None = None,
+) -> dict[str, str | None]:
+    """Compute how a rank's environment changes for its entry: name -> value; None removes the variable.
+
+    `spawns`: the ranks that the entry itself starts on each node, where it does.
+    """
+    directories = {DATA_DIR: data_dir, OUTPUT_DIR: output_dir, CODE_DIR: code_dir}
+    changes: dict[str, str | None] = {INIT_METHOD: init_method(init, environ)}
+    changes |= {name: value for name, value in directories.items() if value is not None}
+    return changes | (_for_owner_of_ranks(environ, spawns, counts) if spawns else {})
+
+
+def _for_owner_of_ranks(environ: Mapping[str, str], spawns: Sequence[int], counts: Counts) -> dict[str, str | None]:
+    """Compute the variables of a program that is started once per machine and starts its ranks there itself.
+
+    RANK and WORLD_SIZE count machines, as in pytorch/examples' imagenet and Kubeflow, or processes (RANK is then that
+    of the first one here). torchrun reads PET_*.
+    """
+    node_rank = int(environ.get("NODE_RANK") or environ.get("GROUP_RANK") or environ.get("RANK") or 0)
+    here, before = spawns[node_rank], sum(spawns[:node_rank])
+    rank, world_size = (node_rank, len(spawns)) if counts == "machines" else (before, sum(spawns))
+    return dict.fromkeys(_OF_TORCHRUNS_RANKS) | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(here),
+        "NODE_RANK": str(node_rank),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(spawns)),
+        "PET_NODE_RANK": str(node_rank),
+        "PET_NNODES": str(len(spawns)),
+        "PET_NPROC_PER_NODE": str(here),
+        "PET_MASTER_ADDR": environ.get("MASTER_ADDR", ""),
+        "PET_MASTER_PORT": str(environ.get("MASTER_PORT", "")),
+    }
+
+
+VARIABLES = {
+    "init_method": (INIT_METHOD,),
+    "rank": ("RANK",),
+    "world_size": ("WORLD_SIZE",),
+    "local_rank": ("LOCAL_RANK",),
+    "local_world_size": ("LOCAL_WORLD_SIZE",),
+    "procs_per_node": ("LOCAL_WORLD_SIZE",),
+    "node_rank": ("NODE_RANK", "GROUP_RANK"),
+    "num_nodes": ("GROUP_WORLD_SIZE",),
+    "master_addr": ("MASTER_ADDR",),
+    "master_port": ("MASTER_PORT",),
+    "data_dir": (DATA_DIR,),
+    "output_dir": (OUTPUT_DIR,),
+    "code_dir": (CODE_DIR,),
+    "run_dir": ("CLUSTERDDP_RUN_DIR",),
+}
+"""Name -> the variable that has the value; where there are two, the first that is set."""
+_PATTERN = re.compile(r"\{\{([a-z][a-z0-9_]*)\}\}|\{([a-z][a-z0-9_]*)\}")
+"""`{{name}}` stands for the text `{name}`; other text with braces (JSON, `{}`, `${HOME}`) is not changed."""
+
+
+def find_placeholders(text: str) -> Iterator[str]:
+    """Yield the names of the placeholders in `text`, known or not."""
+    for match in _PATTERN.finditer(text):
+        if match[2] is not None and text[match.start() - 1 : match.start()] != "$":
+            yield match[2]
+
+
+def fill_in(text: str, values: Mapping[str, str]) -> str:
+    """Replace placeholders by their values; one without a value stays."""
+
+    def value(match: re.Match[str]) -> str:
+        if match[1] is not None:
+            return "{" + match[1] + "}"
+        if text[match.start() - 1 : match.start()] == "$":
+            return match[0]
+        return values.get(match[2], match[0])
+
+    return _PATTERN.sub(value, text) if "{" in text else text
+
+
+def placeholder_values(environ: Mapping[str, str], counts: Counts = "processes") -> dict[str, str]:
+    """Return the value of every placeholder for the rank with this environment.
+
+    `counts`: what {rank} and {world_size} count.
+    """
+    machines = {"rank": VARIABLES["node_rank"], "world_size": VARIABLES["num_nodes"]} if counts == "machines" else {}
+    chosen = VARIABLES | machines
+    return {name: next((environ[each] for each in names if each in environ), "") for name, names in chosen.items()}

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any, TypedDict
 
 from clusterddp.facts.machine import Machine
+from clusterddp.network.choice import Outcome
 from clusterddp.network.interface import Link
-from clusterddp.network.paths import Outcome
 from clusterddp.run.leftovers import Ended, RunHere
 from clusterddp.run.stored import Removed, Storage
 

@@ -11,8 +11,8 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.network.interface import is_loopback
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.ranks.launched import Launched
-from clusterddp.ranks.spelling import spell_ranks
 from clusterddp.rendezvous.connection import Message, refusal
 from clusterddp.rendezvous.handshake import JOIN_KEY
 from clusterddp.rendezvous.rank_client import ask_rank_0

@@ -1,21 +1,420 @@
-"""The run's own copy of its code: hard links to the snapshot, and links to what a snapshot does not contain.
+"""The code of a run: which files it has, the copy that a submit makes, and the store of copies.
 
-What a program writes beside itself lies in the copy, so it never reaches the store that runs share.
+In a git repository the files are the tracked ones, with uncommitted changes, and the untracked ones that are not
+ignored; around a script outside git they are what lies beside and below the script. What git ignores and a program
+may need (data, checkpoints, compiled modules) is linked. The store is addressed by content, so runs of the same code
+share one copy; a run has hard links to it, and what a program writes beside itself never reaches it.
+
+Code that was uploaded to a login node to be submitted there lies in `trees/<number>/`, one for each submit:
+tree/        the files, or directories above them; a job may write beside them
+sent.json    the names of the files, their directory below tree/, and their git commit on the machine they came from
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
+import re
+import secrets
 import shutil
-from collections.abc import Iterator, Mapping
+import stat
+import subprocess
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from clusterddp.run.code_files import SnapshotPlan
-from clusterddp.run.directory import RunDir
-from clusterddp.system.file_set import leads_out, list_files
-from clusterddp.system.files import sync_directory
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import STAGING_PREFIX, STORE_NAME, SWEEP_RECORD, RunDir
+from clusterddp.run.find import list_places
+from clusterddp.system.file_set import has_digest, leads_out, list_files
+from clusterddp.system.files import read_json, sync_directory
+
+FOLDER = "trees"
+TREE = "tree"
+RECORD = "sent.json"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentCode:
+    """Uploaded code."""
+
+    root: Path
+    files: tuple[str, ...]
+    """The uploaded files, relative to `root`; other files there were not uploaded."""
+    git: dict[str, Any] | None
+    """The result of `describe_commit` on the machine they came from."""
+
+
+def find_sent(start: Path) -> SentCode | None:
+    """Find the uploaded code that `start` belongs to; None: it belongs to none."""
+    here = start.resolve()
+    for folder in (here, *here.parents):
+        if folder.parent.name == FOLDER and (record := read_json(folder / RECORD)):
+            root = folder / TREE / record["at"]
+            return SentCode(root=root, files=tuple(record["files"]), git=record["git"])
+    return None
+
+
+TIMEOUT_S = 60.0
+
+
+def find_root(start: Path, environ: Mapping[str, str]) -> Path | None:
+    """Find the root of the git work tree around `start`; None if there is none.
+
+    Raises: ClusterddpError: git fails there (it is not installed, or distrusts the owner).
+    """
+    here = start.resolve()
+    if not any((folder / ".git").exists() for folder in (here, *here.parents)):
+        return None
+    answer = run_git(["rev-parse", "--show-toplevel"], here, environ).rstrip(b"\n")
+    return Path(os.fsdecode(answer)).resolve() if answer else None
+
+
+def list_git_files(root: Path, environ: Mapping[str, str]) -> list[str]:
+    """List the tracked files and the untracked files that are not ignored; sorted, relative to `root`."""
+    listing = run_git(["ls-files", "-z", "--cached", "--others", "--exclude-standard"], root, environ)
+    # git lists a file in conflict once per stage; the set makes the names unique.
+    return sorted({os.fsdecode(name) for name in listing.split(b"\0") if name})
+
+
+def list_ignored(root: Path, environ: Mapping[str, str]) -> list[str]:
+    """List what git ignores; sorted, relative to `root`. A directory without a tracked file is one name, with `/`."""
+    arguments = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
+    names = sorted({os.fsdecode(name) for name in run_git(arguments, root, environ).split(b"\0") if name})
+    kept: list[str] = []
+    for name in names:  # git lists the files of some directories beside the directory
+        if not (kept and kept[-1].endswith("/") and name.startswith(kept[-1])):
+            kept.append(name)
+    return kept
+
+
+def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object] | None:
+    """Return the commit of the work tree around `start`, and whether files were changed since; None: no repository.
+
+    A commit of None means that there is none yet. The remote is left out, since its URL may contain a password. For
+    uploaded code it is the commit on the machine that it came from.
+    """
+    if sent := find_sent(start):
+        return sent.git
+    try:
+        root = find_root(start, environ)
+        if root is None:
+            return None
+        status = run_git(["status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal"], root, environ)
+    except ClusterddpError:
+        return None
+    lines = os.fsdecode(status).split("\0")
+    heads = dict(line[2:].split(" ", 1) for line in lines if line.startswith("# branch."))
+    commit = heads.get("branch.oid")
+    return {
+        "root": str(root),
+        "commit": None if commit in (None, "(initial)") else commit,
+        "branch": heads.get("branch.head"),
+        "dirty": any(line and not line.startswith("# ") for line in lines),
+    }
+
+
+def run_git(arguments: list[str], directory: Path, environ: Mapping[str, str]) -> bytes:
+    """Run git and return its output.
+
+    It runs without the caller's GIT_* variables, which inside a hook name another repository, and without the file
+    system monitor, a program that the repository itself names.
+    Raises: ClusterddpError: git cannot be run, fails, or takes more than `TIMEOUT_S`.
+    """
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *arguments]
+    clean = {name: value for name, value in environ.items() if not name.startswith("GIT_")}
+    try:
+        answer = subprocess.run(
+            command,
+            env=clean | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=TIMEOUT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ClusterddpError(f"{directory}: git did not answer within {TIMEOUT_S:.0f} s") from error
+    except OSError as error:
+        raise ClusterddpError(f"{directory}: a git repository, but git cannot be run: {error.strerror}") from error
+    if answer.returncode != 0:
+        reason = answer.stderr.decode(errors="replace").strip().splitlines()[:1] or ["no reason given"]
+        raise ClusterddpError(f"{directory}: git {arguments[0]} failed: {reason[0]}")
+    return answer.stdout
+
+
+_MAX_LINKS = 200
+_CACHES = ("__pycache__", "node_modules")
+_MARKS = ("pyvenv.cfg", "conda-meta", RunDir(Path()).record.name, SWEEP_RECORD)
+_COMPILED = (".pyc", ".pyo", ".egg-info")
+MAX_BYTES = 200 * 1000 * 1000
+MAX_SCRIPT_FILES = 2_000
+"""The most files that the snapshot of a script outside git contains."""
+MAX_SCRIPT_BYTES = 50 * 1000 * 1000
+_MAX_WALKED = 10_000
+_KEY = re.compile(
+    r"(\.(pem|key|p12|pfx|jks|kdbx|ppk)|(^|/)(id_(rsa|dsa|ecdsa|ed25519)|credentials\.json|kaggle\.json))$"
+)
+"""Names of private keys and of credentials, which a snapshot of a directory that git does not know leaves out."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LeftOut:
+    """The files beside a script that are more than a snapshot takes."""
+
+    files: int
+    bytes: int
+    largest: tuple[str, ...]
+    """Up to three, each with its size."""
+    at_least: bool = False
+    """There are more, which were not counted."""
+
+    def __str__(self) -> str:
+        more = "more than " if self.at_least else ""
+        largest = f" (largest: {', '.join(self.largest)})" if self.largest else ""
+        return f"{more}{self.files:,} file{'s' * (self.files != 1)}, {_megabytes(self.bytes)}{largest}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SnapshotPlan:
+    """Which files a snapshot takes, relative to `root`."""
+
+    source: str
+    """`git`, or the path of the script around which the files were chosen."""
+    root: Path
+    files: tuple[str, ...]
+    total_bytes: int
+    notes: tuple[str, ...] = ()
+    """What is not in the snapshot, and why."""
+    ignored: tuple[str, ...] = ()
+    """What git ignores, and repositories within the repository: a run on this file system gets links to them."""
+    unlinked: tuple[str, ...] = ()
+    """Directories in which git ignores too many single files for a link to each."""
+    left_out: LeftOut | None = None
+    """Of a script outside git: what is left out since all of it would be too much."""
+
+
+def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) -> SnapshotPlan | None:
+    """Choose the files of the git repository around `start`; None if there is none.
+
+    Uploaded code counts as a repository: all its files are chosen.
+    Raises: ClusterddpError: git fails, or the files are larger than `MAX_BYTES`.
+    """
+    if sent := find_sent(start):
+        return _plan_files(sent.root, _measure(sent.root, sent.files))
+    root = find_root(start, environ)
+    if root is None:
+        return None
+    places = _places_of_runs(root, runs_dir.resolve())
+    measured = _measure(root, [name for name in list_git_files(root, environ) if not _below(root / name, places)])
+    ignored, unlinked = _list_linked(root, measured.sizes, places, environ)
+    return _plan_files(root, measured, ignored=(*measured.repositories, *ignored), unlinked=unlinked)
+
+
+def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
+    """Choose a script that belongs to no git repository, and the files beside and below it.
+
+    Of more than `MAX_SCRIPT_FILES` files or `MAX_SCRIPT_BYTES` bytes it takes the *.py files, then the smallest ones.
+    """
+    root = script.resolve().parent
+    places = _places_of_runs(root, runs_dir.resolve())
+    names, walked = {script.name}, 0
+    for folder, folders, files in os.walk(root):
+        walked += len(folders) + len(files)
+        here = Path(folder)
+        kept = [name for name in folders if _is_wanted_directory(here / name) and not _below(here / name, places)]
+        folders[:] = [name for name in kept if not (here / name).is_symlink()]
+        links = set(kept) - set(folders)
+        names |= {os.path.relpath(here / name, root) for name in (*files, *links) if _is_wanted(name)}
+        if walked > _MAX_WALKED:
+            # The script may lie in a home directory, which must not be copied.
+            return _only_beside(script, root, names)
+    keys = {name for name in names if _KEY.search(name.lower())} - {script.name}
+    measured = _measure(root, sorted(names - keys), needs_reading=True)
+    chosen = _those_that_fit(script.name, measured.sizes)
+    return SnapshotPlan(
+        source=str(script),
+        root=root,
+        files=tuple(name for name in measured.sizes if name in chosen),
+        total_bytes=sum(measured.sizes[name] for name in chosen),
+        notes=(*measured.notes, *_key_notes(sorted(keys))),
+        left_out=_sum_up({name: size for name, size in measured.sizes.items() if name not in chosen}),
+    )
+
+
+def _places_of_runs(root: Path, runs_dir: Path) -> tuple[Path, ...]:
+    """Return the paths of runs, which are not code: usually the runs directory lies in the repository."""
+    if runs_dir != root and runs_dir.is_relative_to(root):
+        return (runs_dir,)
+    with contextlib.suppress(OSError):
+        ours = (STORE_NAME, STAGING_PREFIX)
+        hidden = [Path(entry.path) for entry in os.scandir(runs_dir) if entry.name.startswith(ours)]
+        return (runs_dir / STORE_NAME, *hidden, *list_places(runs_dir))
+    return ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Measured:
+    sizes: dict[str, int]
+    """The names that exist and can be copied."""
+    repositories: tuple[str, ...]
+    notes: tuple[str, ...]
+
+
+def _measure(root: Path, names: Collection[str], *, needs_reading: bool = False) -> _Measured:
+    """Read the sizes of files and links; `needs_reading`: leave out what this user may not read."""
+    sizes: dict[str, int] = {}
+    repositories, notes, closed = [], [], []
+    for name in names:
+        try:
+            status = os.lstat(root / name)
+        except (FileNotFoundError, NotADirectoryError):
+            continue  # tracked, and deleted in the work tree
+        if stat.S_ISREG(status.st_mode) and needs_reading and not os.access(root / name, os.R_OK):
+            closed.append(name)
+        elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
+            sizes[name] = status.st_size
+        elif stat.S_ISDIR(status.st_mode):
+            repositories.append(name.rstrip("/"))
+        else:
+            notes.append(f"{name}: neither a file nor a link, not in the snapshot of the code")
+    if closed:
+        more = f" and {len(closed) - 1} more" if len(closed) > 1 else ""
+        notes.append(f"{closed[0]}{more}: you may not read it, not in the snapshot of the code")
+    return _Measured(sizes=sizes, repositories=tuple(repositories), notes=tuple(notes))
+
+
+def _plan_files(
+    root: Path, measured: _Measured, *, ignored: tuple[str, ...] = (), unlinked: tuple[str, ...] = ()
+) -> SnapshotPlan:
+    """Plan the snapshot of all the files of a repository."""
+    total, largest = sum(measured.sizes.values()), _largest(measured.sizes)
+    if total > MAX_BYTES:
+        raise ClusterddpError(
+            f"{root}: the snapshot of the code would hold {total / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f} MB; "
+            f"largest: {', '.join(largest)}",
+            hint="let .gitignore leave out what is no code, or write `snapshot: false` in the spec",
+        )
+    files = tuple(measured.sizes)
+    return SnapshotPlan(
+        source="git",
+        root=root,
+        files=files,
+        total_bytes=total,
+        notes=measured.notes,
+        ignored=ignored,
+        unlinked=unlinked,
+    )
+
+
+def _only_beside(script: Path, root: Path, found: Collection[str]) -> SnapshotPlan:
+    """Choose the script and the *.py files beside it; `found`: names below `root`, as far as they were counted."""
+    chosen = [name for name in found if os.sep not in name and (name.endswith(".py") or name == script.name)]
+    measured = _measure(root, sorted(chosen), needs_reading=True)
+    others = _measure(root, [name for name in found if name not in chosen]).sizes
+    left_out = LeftOut(files=len(others), bytes=sum(others.values()), largest=_largest(others), at_least=True)
+    files, total = tuple(measured.sizes), sum(measured.sizes.values())
+    return SnapshotPlan(
+        source=str(script), root=root, files=files, total_bytes=total, notes=measured.notes, left_out=left_out
+    )
+
+
+def _those_that_fit(script: str, sizes: Mapping[str, int]) -> set[str]:
+    """Choose within the limits: the script, then *.py files, then other files; of each kind the smallest first."""
+    chosen: set[str] = set()
+    total = 0
+    for name in sorted(sizes, key=lambda name: (name != script, not name.endswith(".py"), sizes[name], name)):
+        if len(chosen) == MAX_SCRIPT_FILES or total + sizes[name] > MAX_SCRIPT_BYTES:
+            break
+        chosen.add(name)
+        total += sizes[name]
+    return chosen
+
+
+def _key_notes(names: Sequence[str]) -> Iterator[str]:
+    if names:
+        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        yield f"{names[0]}{more}: a key by its name, not in the snapshot of the code"
+
+
+def _sum_up(sizes: Mapping[str, int]) -> LeftOut | None:
+    return LeftOut(files=len(sizes), bytes=sum(sizes.values()), largest=_largest(sizes)) if sizes else None
+
+
+def _largest(sizes: Mapping[str, int]) -> tuple[str, ...]:
+    largest = sorted(sizes, key=lambda name: -sizes[name])[:3]
+    return tuple(f"{name} ({_megabytes(sizes[name])})" for name in largest)
+
+
+def _megabytes(size: int) -> str:
+    return f"{size / 1e6:.1f} MB" if size >= 1e5 else f"{size / 1e3:.1f} kB"
+
+
+def _below(path: Path, folders: tuple[Path, ...]) -> bool:
+    return any(path.is_relative_to(folder) for folder in folders)
+
+
+def _is_wanted(name: str) -> bool:
+    """Return whether a file or directory with this name may belong to a program: it is not hidden and no cache."""
+    return not (name.startswith(".") or name in _CACHES or name.endswith(_COMPILED))
+
+
+def _is_wanted_directory(path: Path) -> bool:
+    """Return whether a directory may belong to a program: it has such a name, and is no virtual environment or run."""
+    return _is_wanted(path.name) and not any((path / mark).exists() for mark in _MARKS)
+
+
+def _list_linked(
+    root: Path, files: Collection[str], places: tuple[Path, ...], environ: Mapping[str, str]
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """List what git ignores: the names to link, and the directories of more single files than `_MAX_LINKS` allow.
+
+    `files`: those of the snapshot. `places`: of runs. A directory whose only tracked files are hidden (.gitkeep)
+    counts as ignored.
+    """
+    by_folder: dict[str, list[str]] = defaultdict(list)
+    for name in list_ignored(root, environ):
+        if _may_be_needed(root, name, places):
+            path = Path(name)
+            by_folder[str(path.parent)].append(str(path))
+    visible = {folder for name in files if not _is_hidden(name) for folder in _parents(name)}
+    names: list[str] = []
+    unlinked: list[str] = []
+    for folder, ignored in sorted(by_folder.items(), key=lambda item: (len(item[1]), item[0])):
+        whole = folder != "." and folder not in visible
+        chosen = [folder] if whole else ignored
+        if len(names) + len(chosen) <= _MAX_LINKS:
+            names += chosen
+        else:
+            unlinked.append(f"{folder}/ ({len(ignored):,} files)")
+    return _outermost(names), tuple(unlinked)
+
+
+def _may_be_needed(root: Path, name: str, places: tuple[Path, ...]) -> bool:
+    path = root / name
+    if any(path.is_relative_to(place) for place in places) or not all(map(_is_wanted, Path(name).parts)):
+        return False
+    return not name.endswith("/") or (_is_wanted_directory(path) and not list_places(path))
+
+
+def _is_hidden(name: str) -> bool:
+    return Path(name).name.startswith(".")
+
+
+def _parents(name: str) -> list[str]:
+    return [str(parent) for parent in Path(name).parents][:-1]
+
+
+def _outermost(names: list[str]) -> tuple[str, ...]:
+    """Leave out names below another one, which its link makes present."""
+    kept: list[str] = []
+    for name in sorted(names, key=lambda name: Path(name).parts):
+        if not (kept and Path(name).is_relative_to(kept[-1])):
+            kept.append(name)
+    return tuple(kept)
+
 
 _MOST_LINKS, _MOST_COPIES = 50_000, 5_000
 """The most files in the copies of all runs of a sweep: a file that is copied takes as long as 10 hard links."""
@@ -86,3 +485,86 @@ def _absolute_links(stored: Path, root: Path) -> Iterator[tuple[str, str]]:
         if entry.kind == "link" and leads_out(entry) and not entry.link.startswith(b"/"):
             name = os.fsdecode(entry.name)
             yield name, os.path.normpath((root / name).parent / os.fsdecode(entry.link))
+
+
+def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
+    """Copy the files into `store` unless it has them, make `link` a symlink to them, and return their digest.
+
+    The copy is made beside `link` and renamed, so the store never contains a partial one. The digest of a copy in the
+    store is checked before it is used.
+    Raises: ClusterddpError: a file cannot be read, or the disk is full.
+    """
+    staging = link.with_name(f".{link.name}-{secrets.token_hex(4)}")
+    try:
+        staging.mkdir(mode=0o700)
+        for name in plan.files:
+            _copy(plan.root / name, staging / name)
+        digest = list_files(staging).digest()
+        store.mkdir(mode=0o700, exist_ok=True)
+        if not (_mark_used(store / digest) and has_digest(store / digest, digest)):
+            _install(staging, store / digest)
+        link.symlink_to(os.path.relpath(store / digest, link.parent))
+        return digest
+    except OSError as error:
+        place = error.filename or store
+        raise ClusterddpError(f"{place}: the snapshot of the code failed: {error.strerror}") from error
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def store_of(runs_dir: Path) -> Path:
+    """Return the directory of this user's snapshots in a runs directory, which several users may share.
+
+    It is never another user's directory, since that user could change the code that the ranks execute.
+    """
+    store = runs_dir / STORE_NAME
+    with contextlib.suppress(FileNotFoundError):
+        found = store.lstat()
+        if found.st_uid != os.geteuid() or not stat.S_ISDIR(found.st_mode):
+            return runs_dir / f"{STORE_NAME}-{os.geteuid()}"
+    return store
+
+
+def find_stored(run: RunDir) -> Path | None:
+    """Find the snapshot of a run in its store; None where no link leads into one: there is none, or it is foreign."""
+    links = [link for link in (run.snapshot, run.code) if link.is_symlink()]
+    places = [Path(os.path.realpath(link)) for link in links]
+    return next((path for path in places if path.parent.name.startswith(STORE_NAME) and path.is_dir()), None)
+
+
+def _copy(source: Path, target: Path) -> None:
+    """Copy a file or a link; one that was deleted since it was listed is left out."""
+    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        if source.is_symlink():
+            target.symlink_to(source.readlink())
+            return
+        with open(source, "rb") as original:
+            executable = os.fstat(original.fileno()).st_mode & stat.S_IXUSR
+            # Read-only: an editor refuses to change the snapshot by mistake.
+            descriptor = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o500 if executable else 0o400)
+            with open(descriptor, "wb") as copy:
+                shutil.copyfileobj(original, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+
+
+def _mark_used(target: Path) -> bool:
+    """Set the time of a snapshot to now, so that `rm` leaves it to this submit; return whether there is one."""
+    try:
+        os.utime(target)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _install(staging: Path, target: Path) -> None:
+    """Move a complete copy into the store; of several writers of the same content any may win."""
+    if target.exists():
+        target.rename(target.with_name(f".damaged-{target.name}-{secrets.token_hex(4)}"))
+    try:
+        staging.rename(target)
+    except OSError:
+        if not target.is_dir():
+            raise
+    sync_directory(target.parent)

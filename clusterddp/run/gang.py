@@ -11,8 +11,17 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from clusterddp.ranks.entry_environment import ENVIRONMENT_KEYS, Counts, Init, entry_environment
-from clusterddp.ranks.environment import GPU, RankPlace, RankSettings, Variable, rank_variables
+from clusterddp.ranks.environment import (
+    ENVIRONMENT_KEYS,
+    GPU,
+    Counts,
+    Init,
+    RankPlace,
+    RankSettings,
+    Variable,
+    entry_environment,
+    rank_variables,
+)
 from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 

@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import drop_secrets

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir
 from clusterddp.system.files import is_file, read_record, write_bytes
 

@@ -11,8 +11,8 @@ from functools import partial
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.run.code import store_of
 from clusterddp.run.directory import STORE_NAME, SWEEP_RECORD, RunDir
-from clusterddp.run.snapshot import store_of
 from clusterddp.run.usage import measure
 from clusterddp.system.directories import REMOVED, is_hidden, own_directories, remove_directory, unchanged_s
 from clusterddp.system.files import is_file

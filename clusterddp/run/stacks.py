@@ -1,6 +1,7 @@
-"""Where the ranks of a run are: the request for stacks, a rank's stack, and the report of all of them.
+"""Where the ranks of a run are: the request for stacks, a rank's stack, the report of all, and what follows from it.
 
-A command creates `attempts/N/STACKS`; the head removes it, asks every node, and writes `attempts/N/stacks/ID.json`.
+A command creates `attempts/N/STACKS`; the head removes it, asks every node, and writes `attempts/N/stacks/ID.json`. The
+report is folded by pure functions: who waits for whom, which ranks differ, and whether that is a hang.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import dataclasses
 import os
 import re
 import time
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
+from pathlib import Path, PurePath
+from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import read_record, read_regular, write_json
 from clusterddp.wire import build, read_object
@@ -210,3 +213,242 @@ def _read_id(path: Path) -> str | None:
     except (OSError, ValueError, ClusterddpError):
         return None
     return found if isinstance(found, str) and _ID.fullmatch(found) else None
+
+
+Doing = Literal["waits", "starts", "stopped", "idle", "works", "stuck", "ended"]
+"""waits: in a collective. starts: in init_process_group. stopped: by a signal. idle: it uses no core, and is in no
+collective. works: it computes, or waits for a disk. stuck: it computes, and its C code holds the GIL."""
+Verdict = Literal["hang", "idle", "works"]
+"""hang: no rank works, and one waits for others or is stopped. idle: no rank works, and none waits for others."""
+_IDLE_CORES = 0.1
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib/python3[.\d]*t?/|^<")
+_OWN = re.compile(r"/clusterddp/node/\w+\.py$|/runpy\.py$|^<frozen (?:runpy|importlib)")
+_TRAINER = "/clusterddp/train/"
+_WRAPPERS = frozenset(
+    {"wrapper", "wrapped", "inner", "_fn", "decorate_context", "_wrapped_call_impl", "_call_impl", "<lambda>"}
+)
+_STARTS = frozenset({"init_process_group", "rendezvous", "_create_c10d_store", "_new_process_group_helper"})
+_BACKWARD = "_engine_run_backward"
+_EXCHANGE = re.compile(r"/clusterddp/train/(?:shared_memory|exchange|group)\.py$")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Group:
+    """Ranks that do the same at the same place."""
+
+    ranks: tuple[int, ...]
+    hosts: tuple[str, ...]
+    doing: Doing
+    place: str
+    """Where they are, in words that follow "rank 3 on gpu02"."""
+    suspect: bool
+    """True for ranks that the others seem to wait for."""
+
+    @property
+    def text(self) -> str:
+        """Say in one sentence which ranks are where."""
+        if self.suspect and len(self.ranks) == 1:
+            return f"rank {self.ranks[0]} on {self.hosts[0]} {self.place}"
+        if self.suspect:
+            return f"{spell_ranks(self.ranks)} {_plural(self.place)}"
+        count = len(self.ranks)
+        return f"1 rank {self.place}" if count == 1 else f"{count} ranks {_plural(self.place)}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Folded:
+    """All ranks of a report, those first that the others seem to wait for."""
+
+    groups: tuple[Group, ...]
+    verdict: Verdict
+    hint: str = ""
+
+    @property
+    def suspects(self) -> tuple[int, ...]:
+        return tuple(rank for group in self.groups if group.suspect for rank in group.ranks)
+
+    @property
+    def text(self) -> str:
+        """Say in one line where the ranks are."""
+        return "; ".join(group.text for group in self.groups)
+
+
+def fold(report: StackReport, *, stuck: Iterable[int] = ()) -> Folded:
+    """Fold a report; `stuck`: ranks that are known not to have moved since an earlier one."""
+    unmoved = set(stuck)
+    doing = {each.rank: _doing(each, moved=each.rank not in unmoved) for each in report.ranks}
+    suspects = _suspects(report.ranks, doing)
+    groups: dict[tuple[bool, Doing, str], list[RankStack]] = {}
+    for each in sorted(report.ranks, key=lambda each: each.rank):
+        place = _place(each, doing[each.rank], report.ranks if each.rank in suspects else ())
+        groups.setdefault((each.rank in suspects, doing[each.rank], place), []).append(each)
+    folded = [
+        Group(
+            ranks=tuple(each.rank for each in members),
+            hosts=tuple(dict.fromkeys(each.host for each in members)),
+            doing=kind,
+            place=place,
+            suspect=suspect,
+        )
+        for (suspect, kind, place), members in groups.items()
+    ]
+    folded.sort(key=lambda group: (not group.suspect, -len(group.ranks), group.ranks))
+    hint = _hint(report.world_size) if "starts" in doing.values() else ""
+    return Folded(groups=tuple(folded), verdict=_verdict(doing.values()), hint=hint)
+
+
+def _hint(world_size: int) -> str:
+    """Say why ranks usually wait in init_process_group."""
+    return (
+        "init_process_group returns once as many ranks have come as its world_size says. Usual reasons: its world_size "
+        f"is not {world_size}, the number of ranks of the run; two processes use one rank; init_method names a file of "
+        "an earlier run"
+    )
+
+
+def unmoved_ranks(before: StackReport | None, now: StackReport) -> set[int]:
+    """Return the ranks whose main thread is where it was in an earlier report."""
+    if before is None:
+        return set()
+    earlier = {each.rank: each.frames for each in before.ranks}
+    return {each.rank for each in now.ranks if each.frames and earlier.get(each.rank) == each.frames}
+
+
+def _verdict(doing: Iterable[Doing]) -> Verdict:
+    found = set(doing)
+    if "works" in found:
+        return "works"
+    return "hang" if found & {"waits", "starts", "stopped", "stuck"} else "idle"
+
+
+def _doing(each: RankStack, *, moved: bool) -> Doing:
+    if each.state == "T":
+        return "stopped"
+    if each.state in {"", "Z", "X"}:
+        return "ended"
+    busy = each.cpu is not None and each.cpu >= _IDLE_CORES
+    functions = {_name(frame) for frame in each.frames}
+    library = any("/torch/distributed/" in frame.file for frame in each.frames)
+    if functions & _STARTS and library:
+        return "starts"
+    if each.pending or (library and not busy) or _waits_in_exchange(each, functions, busy=busy):
+        return "waits"
+    if busy and each.answers is False and not moved:
+        return "stuck"
+    return "works" if busy or each.state == "D" else "idle"
+
+
+def _waits_in_exchange(each: RankStack, functions: set[str], *, busy: bool) -> bool:
+    """Say whether a rank waits for gradients in a backward pass, or for others of the trainer in shared memory."""
+    exchange = any(_EXCHANGE.search(frame.file) for frame in each.frames[:3])
+    return not busy and (_BACKWARD in functions or exchange)
+
+
+def _suspects(ranks: Sequence[RankStack], doing: dict[int, Doing]) -> set[int]:
+    """Choose the ranks that the others seem to wait for; none where all are alike."""
+    stopped = {rank for rank, each in doing.items() if each == "stopped"}
+    if stopped:
+        return stopped
+    waiting = {rank for rank, each in doing.items() if each in {"waits", "starts"}}
+    others = set(doing) - waiting
+    if waiting and others:
+        return others
+    behind = _behind(ranks)
+    if behind and len(behind) < len(ranks):
+        return behind
+    places: dict[str, set[int]] = {}
+    for each in ranks:
+        places.setdefault(_place(each, doing[each.rank], ()), set()).add(each.rank)
+    by_size = sorted(places.values(), key=len)
+    if len(by_size) > 1 and len(by_size[-1]) > len(ranks) / 2:
+        return set().union(*by_size[:-1])
+    return set()
+
+
+def _behind(ranks: Sequence[RankStack]) -> set[int]:
+    """Return the ranks that have not entered a collective of a process group that others of it have entered."""
+    behind: set[int] = set()
+    for group in {group for each in ranks for group in each.collectives}:
+        entered = {each.rank: each.collectives[group].enqueued for each in ranks if group in each.collectives}
+        behind |= {rank for rank, number in entered.items() if number < max(entered.values())}
+    return behind
+
+
+def _place(each: RankStack, doing: Doing, others: Sequence[RankStack]) -> str:
+    """Say where a rank is; `others`: all ranks, to name the collective that this one has not entered."""
+    missed = _missed(each, others)
+    if doing == "stopped":
+        return f"is stopped by a signal{missed}"
+    if doing == "ended":
+        return "has ended"
+    if not each.frames:
+        return f"{_without_frames(each)}{missed}"
+    if each.children and not any(_is_users(frame) for frame in each.frames):
+        return f"runs {each.children[-1]}{missed}"
+    call, caller = _call_of(each.frames)
+    where = f"{PurePath(caller.file).name}:{caller.line}"
+    where += f" {caller.function}" if caller.function != "<module>" else ""
+    verb = {"waits": "waits in", "starts": "waits in", "stuck": "holds the GIL in", "works": "computes in"}.get(doing)
+    if call is None:
+        source = f": {caller.source}" if caller.source else ""
+        return f"{verb or 'is in'} {caller.function} ({PurePath(caller.file).name}:{caller.line}{source}){missed}"
+    number = _pending_number(each) if doing == "waits" else ""
+    return f"{verb or 'is in'} {call}{number} (called from {where}){missed}"
+
+
+def _without_frames(each: RankStack) -> str:
+    return f"shows no stack: {each.missing}" if each.missing else "shows no stack"
+
+
+def _pending_number(each: RankStack) -> str:
+    pending = [group.enqueued for group in each.collectives.values() if group.enqueued > max(0, group.completed)]
+    return f" #{pending[0]}" if pending else ""
+
+
+def _missed(each: RankStack, others: Sequence[RankStack]) -> str:
+    """Name the newest collective that others have entered and this rank has not."""
+    for group, own in each.collectives.items():
+        ahead = [other.collectives[group] for other in others if group in other.collectives]
+        first = max(ahead, key=lambda found: found.enqueued, default=own)
+        if first.enqueued > own.enqueued:
+            return f", and has not entered {first.name or 'the collective'} #{first.enqueued}"
+    return ""
+
+
+def _call_of(frames: Sequence[Frame]) -> tuple[str | None, Frame]:
+    """Return what the user's innermost frame calls, and that frame; None: nothing that has a Python frame."""
+    place = next((at for at, frame in enumerate(frames) if _is_users(frame)), None)
+    if place is None:
+        place = next((at for at, frame in enumerate(frames) if _TRAINER in frame.file), None)
+    if place is None:
+        others = [at for at, frame in enumerate(frames) if not _OWN.search(frame.file)]
+        place = others[-1] if others else len(frames) - 1
+    for frame in reversed(frames[:place]):
+        if _name(frame) not in _WRAPPERS:
+            return _call_name(frame), frames[place]
+    return None, frames[place]
+
+
+def _is_users(frame: Frame) -> bool:
+    return not (_LIBRARY.search(frame.file) or _OWN.search(frame.file) or _TRAINER in frame.file)
+
+
+def _name(frame: Frame) -> str:
+    """Return the name of a function without those of what it is defined in, which Python 3.11 has."""
+    return frame.function.rpartition(".")[2]
+
+
+def _call_name(frame: Frame) -> str:
+    name = _name(frame)
+    if frame.function != name and "<locals>" not in frame.function:
+        return frame.function
+    if "/torch/distributed/" in frame.file or not name.startswith("_"):
+        return name
+    return f"{PurePath(frame.file).stem}.{name}"
+
+
+def _plural(place: str) -> str:
+    """Turn "waits in x" into "wait in x"."""
+    singular = {"waits": "wait", "is": "are", "has": "have", "holds": "hold", "computes": "compute", "runs": "run"}
+    word, space, rest = place.partition(" ")
+    return f"{singular.get(word, word)}{space}{rest}".replace(", and has not", ", and have not")

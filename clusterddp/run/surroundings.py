@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.git import describe_commit
+from clusterddp.run.code import describe_commit
 from clusterddp.system.torch_files import find_package, read_torch_values
 
 _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")

@@ -10,8 +10,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from clusterddp.ranks.entry_environment import OUTPUT_DIR
-from clusterddp.ranks.environment import STOP_FILE
+from clusterddp.ranks.environment import OUTPUT_DIR, STOP_FILE
 from clusterddp.run.assignment import Assignment
 from clusterddp.run.directory import RunDir
 from clusterddp.run.stop import record_question, stop_requested

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
-from clusterddp.ranks.placeholders import VARIABLES, find_placeholders
+from clusterddp.ranks.environment import VARIABLES, find_placeholders
 from clusterddp.spec import fields
 from clusterddp.spec.fields import Matching, Word
 from clusterddp.spec.scalars import plain, read_filled_text, read_loose_text, read_text, refuse

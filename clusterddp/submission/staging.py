@@ -16,10 +16,9 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.planning.plan import Plan, plan_json, rename_plan
 from clusterddp.planning.program import choose_snapshot
 from clusterddp.run.attempts import make_attempt
-from clusterddp.run.code import replace_link
+from clusterddp.run.code import replace_link, store_of, write_snapshot
 from clusterddp.run.directory import STAGING_PREFIX, SWEEP_RECORD, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
-from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.system.files import read_json, sync_directory, write_json, write_text
 

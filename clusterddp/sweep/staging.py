@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.planning.program import choose_snapshot
-from clusterddp.run.code import CodeCopy, plan_copy, replace_link
+from clusterddp.run.code import CodeCopy, plan_copy, replace_link, store_of, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord
-from clusterddp.run.snapshot import store_of, write_snapshot
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
 from clusterddp.submission.staging import put_in_place, staged
@@ -24,7 +23,7 @@ from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
-    from clusterddp.run.code_files import SnapshotPlan
+    from clusterddp.run.code import SnapshotPlan
     from clusterddp.sweep.plan import SweepPlan
 
 

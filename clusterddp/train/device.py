@@ -10,8 +10,7 @@ import torch
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import INSTALL_CUDA, explain_old_driver
-from clusterddp.ranks.entry_environment import INIT_METHOD
-from clusterddp.ranks.environment import DEVICE, GPU
+from clusterddp.ranks.environment import DEVICE, GPU, INIT_METHOD
 from clusterddp.system.devices import read_driver, visible_gpus
 
 _ONE_EACH = "ask for at most one rank per GPU, or run on the CPU with --cpu"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.train.begin import Setting, begin, log_setup
 from clusterddp.train.data.augment import Transforms, augment, draw_transforms
 from clusterddp.train.data.dataset import batch_indices, epoch_order

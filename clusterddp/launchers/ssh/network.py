@@ -9,11 +9,9 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from clusterddp.errors import NetworkError, PreflightError, SshError
-from clusterddp.network.choice import choose_network
-from clusterddp.network.diagnosis import diagnose
-from clusterddp.network.explanation import explain_choice, warn_of_choice, warn_of_missing_interfaces
+from clusterddp.network.choice import Findings, HostNetwork, Probe, choose_network, plan_probes, usable_addresses
+from clusterddp.network.explanation import diagnose, explain_choice, warn_of_choice, warn_of_missing_interfaces
 from clusterddp.network.interface import loopback
-from clusterddp.network.paths import Findings, HostNetwork, Probe, plan_probes, usable_addresses
 from clusterddp.run.gang import Gang
 from clusterddp.ssh.session import Reply, Session
 from clusterddp.ssh.sessions import ask_all, raise_for

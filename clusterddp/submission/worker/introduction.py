@@ -13,7 +13,7 @@ from clusterddp.network.socket_links import report_links
 from clusterddp.planning.job_values import spec_text
 from clusterddp.planning.prerequisites import check_secrets
 from clusterddp.ranks.environment import Variable
-from clusterddp.ranks.launched_pmi import ask_pmi
+from clusterddp.ranks.launched import ask_pmi
 from clusterddp.rendezvous.rank_messages import introduce_rank
 from clusterddp.rendezvous.ranks import DEFAULT_TIMEOUT_S
 from clusterddp.submission.worker.place import count_gpus

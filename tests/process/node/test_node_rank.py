@@ -61,7 +61,7 @@ def test_little_is_imported_before_the_program(tmp_path):
     assert ours <= {"clusterddp", "clusterddp.errors", "clusterddp.run", "clusterddp.run.directory",
                     "clusterddp.run.stop", "clusterddp.node", "clusterddp.node.rank", "clusterddp.node.entry",
                     "clusterddp.node.stack_hook",
-                    "clusterddp.ranks", "clusterddp.ranks.entry_environment", "clusterddp.ranks.placeholders",
+                    "clusterddp.ranks", "clusterddp.ranks.environment",
                     "clusterddp.system", "clusterddp.system.exclusive", "clusterddp.system.files",
                     "clusterddp.wire"}  # fmt: skip
 

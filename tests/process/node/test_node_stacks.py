@@ -8,8 +8,7 @@ import signal
 
 from clusterddp.node.rank_probe import find_memory, takes_signal
 from clusterddp.run.rank_usage import UsageReport, read_usage_report
-from clusterddp.run.stack_folding import Folded, fold
-from clusterddp.run.stacks import RankStack, StackReport, read_report, request_stacks
+from clusterddp.run.stacks import Folded, RankStack, StackReport, fold, read_report, request_stacks
 from tests.support.gang_runs import GangRun, running
 from tests.support.waiting import wait_until
 

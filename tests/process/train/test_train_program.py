@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.ranks.entry_environment import INIT_METHOD
+from clusterddp.ranks.environment import INIT_METHOD
 from clusterddp.run.stop import request_stop
 from clusterddp.spec import model
 from clusterddp.train.data.download import default_data_dir

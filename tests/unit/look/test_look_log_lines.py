@@ -25,7 +25,7 @@ from clusterddp.look.logs import (
     parse_since,
     read_logs,
 )
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import append_jsonl, write_json
 from tests.support.handmade_runs import HOST, complete, fail, make_run, start_attempt

@@ -9,16 +9,24 @@ from ipaddress import ip_interface
 
 import pytest
 
-from clusterddp.network.choice import Choice, choose_network
-from clusterddp.network.diagnosis import diagnose
+from clusterddp.network.choice import (
+    Choice,
+    Findings,
+    HostNetwork,
+    Outcome,
+    Probe,
+    choose_network,
+    plan_probes,
+    usable_addresses,
+)
 from clusterddp.network.explanation import (
+    diagnose,
     explain_choice,
     warn_of_choice,
     warn_of_missing_interfaces,
     warn_of_shared_addresses,
 )
 from clusterddp.network.interface import Link, LinkAddress
-from clusterddp.network.paths import Findings, HostNetwork, Outcome, Probe, plan_probes, usable_addresses
 
 Links = Mapping[str, Link]
 

@@ -8,7 +8,7 @@ import pytest
 from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, SETTLE_SPAWNED_S, Attempt
 from clusterddp.node.failure import CASCADE, CERTAIN, CONNECTION, OWN, RankEnd, read_rank_end
 from clusterddp.node.head import Ending
-from clusterddp.ranks.spelling import spell_ranks
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from tests.support.handmade_runs import make_gang

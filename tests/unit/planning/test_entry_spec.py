@@ -8,8 +8,14 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.ranks.entry_environment import entry_environment, init_method
-from clusterddp.ranks.placeholders import VARIABLES, fill_in, find_placeholders, placeholder_values
+from clusterddp.ranks.environment import (
+    VARIABLES,
+    entry_environment,
+    fill_in,
+    find_placeholders,
+    init_method,
+    placeholder_values,
+)
 from clusterddp.spec.load import load_spec, resolved_yaml
 from clusterddp.spec.model import JobSpec
 from tests.support.launch_runs import plan_text

@@ -8,10 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.code import CodeCopy, plan_copy, replace_link
-from clusterddp.run.code_files import plan_snapshot
+from clusterddp.run.code import CodeCopy, plan_copy, plan_snapshot, replace_link, write_snapshot
 from clusterddp.run.directory import RunDir
-from clusterddp.run.snapshot import write_snapshot
 from clusterddp.run.usage import measure_run
 from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git

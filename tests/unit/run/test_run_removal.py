@@ -11,11 +11,10 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.code_files import SnapshotPlan
+from clusterddp.run.code import SnapshotPlan, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.removal import find_unused_snapshots, fingerprint, remove_place, remove_snapshots
-from clusterddp.run.snapshot import write_snapshot
 from clusterddp.run.usage import measure_run, parse_age
 from clusterddp.system import directories
 from clusterddp.system.directories import finish_removals

@@ -11,9 +11,14 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.code_files import SnapshotPlan, plan_script_snapshot, plan_snapshot
-from clusterddp.run.git import describe_commit, find_root
-from clusterddp.run.snapshot import write_snapshot
+from clusterddp.run.code import (
+    SnapshotPlan,
+    describe_commit,
+    find_root,
+    plan_script_snapshot,
+    plan_snapshot,
+    write_snapshot,
+)
 from clusterddp.system.file_set import list_files
 from tests.support.launch_runs import git
 

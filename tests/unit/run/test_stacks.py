@@ -6,16 +6,17 @@ import json
 import os
 
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.stack_folding import fold, unmoved_ranks
 from clusterddp.run.stacks import (
     Collectives,
     Frame,
     RankStack,
     StackReport,
+    fold,
     parse_answer,
     parse_stacks,
     request_stacks,
     take_request,
+    unmoved_ranks,
 )
 
 TORCH = "/venv/lib/python3.11/site-packages/torch"

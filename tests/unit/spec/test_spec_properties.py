@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import SpecError
-from clusterddp.ranks.placeholders import find_placeholders
+from clusterddp.ranks.environment import find_placeholders
 from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml
 from clusterddp.spec.model import JobSpec
 from clusterddp.spec.textfile import decode

@@ -17,8 +17,8 @@ from clusterddp.look.ps import accesses_of
 from clusterddp.planning.plan import read_plan
 from clusterddp.planning.seal import is_sealed, key_path, seal
 from clusterddp.results.host_run import find_host_runs
+from clusterddp.run.code import store_of
 from clusterddp.run.directory import RunDir
-from clusterddp.run.snapshot import store_of
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.submit import refuse_foreign
 from clusterddp.system.files import read_json, write_json
