@@ -10,15 +10,16 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.launchers.ssh.gpus import Grant, lease_gpus
 from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
 from clusterddp.launchers.ssh.sessions import Heartbeats, HostSessions, each, open_host_sessions
 from clusterddp.planning.command_lines import EXEC_MODULE
+from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh.plan import directory_name
 from clusterddp.remote.package import ssh_argv
@@ -30,7 +31,10 @@ from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
 from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.ssh.session import Session
+from clusterddp.ssh.sessions import ask_all
 from clusterddp.system.files import write_json
+from clusterddp.system.gpu_lease import spell_busy
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
@@ -38,6 +42,8 @@ if TYPE_CHECKING:
     from clusterddp.run.view import RunView
     from clusterddp.slurm.queue import Slurm
 
+_LEASE_TIMEOUT_S = 60.0
+"""Enough for calls of nvidia-smi, each of which may have to wake every GPU."""
 _ANSWER_S = 30.0
 """How much longer than `start_timeout_s` a host may take to answer that its supervisor has started."""
 _NODES_PER_S = 16
@@ -46,6 +52,16 @@ _MIN_REPORTED_BYTES = 5_000_000
 _REPORT_INTERVAL_S = 5.0
 _END_PATIENCE_S = 8.0
 """How long supervisors and guards may take to clean up when a run is ended."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """The leased GPUs of a node; the agent holds the leases, too, until it ends."""
+
+    gpus: tuple[str, ...] = ()
+    """For CUDA_VISIBLE_DEVICES."""
+    hold: tuple[int, ...] = ()
+    """For the supervisor's order: descriptors that it inherits from the agent."""
 
 
 class SshLauncher:
@@ -231,6 +247,35 @@ def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
         name = directory_name(plan.run, plan.token)
         sessions.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
     sessions.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
+
+
+def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, run: str) -> dict[int, Grant]:
+    """Lease GPUs for every node (`sessions` and `counts` by node rank).
+
+    After an error the caller closes the sessions, which ends the leases.
+    Raises: GpusInUseError: GPUs are in use; the message names their users. SshError: a host has too few GPUs, or does
+    not answer.
+    """
+    by_host = {sessions[node].host: sessions[node] for node in sorted(sessions) if counts.get(node)}
+    nodes = {host: [node for node in sorted(sessions) if counts.get(node) and sessions[node].host == host]
+             for host in by_host}  # fmt: skip
+
+    def wanted(host: str) -> dict[str, Any]:
+        return {"run": run, "counts": [counts[node] for node in nodes[host]]}
+
+    grants = {node: Grant() for node in sessions}
+    busy = []
+    for host, reply in ask_all(by_host, "gpus.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
+        if isinstance(reply, SshError):
+            raise reply
+        if reply.facts["gpus"] is None:
+            busy.append(f"{host}: {spell_busy(reply.facts['busy'])}")
+            continue
+        for node, gpus, hold in zip(nodes[host], reply.facts["gpus"], reply.facts["hold"], strict=True):
+            grants[node] = Grant(gpus=tuple(gpus), hold=tuple(hold))
+    if busy:
+        raise GpusInUseError("\n".join([f"{run}: GPUs are in use", *sorted(busy)]), hint="submit it when they are free")
+    return grants
 
 
 def _settle_nodes(sessions: HostSessions, grants: Mapping[int, Grant]) -> Plan:

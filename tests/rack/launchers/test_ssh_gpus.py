@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 LAUNCHER = """
 import contextlib, json, os, sys
 from clusterddp.errors import PreflightError
-from clusterddp.launchers.ssh.gpus import lease_gpus
+from clusterddp.launchers.ssh.launcher import lease_gpus
 from clusterddp.remote.package import package
 from clusterddp.ssh.session import HostAccess
 from clusterddp.ssh.sessions import open_sessions
