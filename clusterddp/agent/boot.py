@@ -1,8 +1,9 @@
 """The first program on a host: it reports the host's facts, receives this package if it is not there, starts the agent.
 
 The host's own Python runs this text, which comes over the connection; it may be an old one and has no clusterddp yet.
-Standard input brings one line of JSON, `{"package": sha256, "root": str, "patience_s": int}`, the last of which is
-optional; and, after an answer with `"have": false`, one line `{"size": n}` and n bytes, the package as a zip file.
+Standard input brings one line of JSON, `{"package": sha256, "root": str, "patience_s": int, "login": object}`, the last
+two of which are optional (with `login`, agent/login.py runs a command in place of the agent); and, after an answer with
+`"have": false`, one line `{"size": n}` and n bytes, the package as a zip file.
 """
 
 import hashlib
@@ -38,6 +39,10 @@ def main():
         )
         return
     sys.path.insert(0, package)
+    if "login" in order:
+        from clusterddp.agent import login
+
+        login.run(root, package, order["login"])
     from clusterddp.agent.main import serve
 
     serve(root, package, order.get("patience_s", 600))

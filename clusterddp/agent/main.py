@@ -20,7 +20,7 @@ import traceback
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterddp.agent import gpus, login, network, results, runs, store
+from clusterddp.agent import gpus, network, results, runs, store
 from clusterddp.agent.store import find_place
 from clusterddp.agent.types import REQUESTS, Body, Host, Operation, Reply
 from clusterddp.errors import ClusterddpError
@@ -53,7 +53,6 @@ OPERATIONS: dict[str, Operation] = {
     "facts.machine": read_facts,
     "facts.clock": read_clock,
     **gpus.OPERATIONS,
-    **login.OPERATIONS,
     **results.OPERATIONS,
     **network.OPERATIONS,
     **runs.OPERATIONS,

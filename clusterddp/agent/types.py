@@ -146,7 +146,6 @@ _VARIABLES = dict[str, str]
 REQUESTS: Mapping[str, Mapping[str, Any]] = {
     "facts.machine": {"data_dir": str | None, "variables": _VARIABLES | None, "with_driver": bool | None},
     "gpus.lease": {"counts": list[int], "run": str},
-    "login.lay_out": {"at": str, "files": dict[str, str], "sum": str | None, "within": str, "git": Any},
     "results.list": {"runs": list[RunHere]},
     "results.read": {"name": str, "parts": list[Part]},
     "net.listen": {"nonce": str, "name": str, "head": bool | None, "master_port": int | None},

@@ -12,7 +12,7 @@ from clusterddp.cli.arguments import KeyValue, Place, collected, command, output
 from clusterddp.cli.login import profile_option, start_at_login
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.login.node import find_node
+from clusterddp.login.record import find_node
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:

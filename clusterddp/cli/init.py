@@ -17,7 +17,7 @@ from clusterddp.cli.arguments import HostName, collected, command
 from clusterddp.cli.login import ask_login, profile_option
 from clusterddp.cli.terminal import Terminal, put, say, say_note
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.login.node import Node, find_node
+from clusterddp.login.record import Node, find_node
 from clusterddp.system.files import write_text
 from clusterddp.system.templates import read_template
 

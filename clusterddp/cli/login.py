@@ -14,7 +14,7 @@ import click
 from clusterddp.cli.arguments import given_arguments
 from clusterddp.cli.terminal import Terminal, say, say_note, writing_stdout
 from clusterddp.errors import RunNotFoundError, UsageError
-from clusterddp.login.node import (
+from clusterddp.login.record import (
     AT_LOGIN,
     FirstLine,
     Node,
@@ -22,23 +22,22 @@ from clusterddp.login.node import (
     demand_node,
     explain_cut,
     find_node,
+    find_sent_run,
+    forget_sent_run,
+    list_sent_runs,
     node_of_run,
 )
-from clusterddp.login.record import find_sent_run, forget_sent_run, list_sent_runs
 from clusterddp.look.printable import printable
 from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 
 if TYPE_CHECKING:
     from clusterddp.login.commands import Argument, LoginCommand
-    from clusterddp.remote.upload import Progress
     from clusterddp.spec.load import ResolvedSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _STARTING = frozenset({"submit", "resume"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
-_LARGE_UPLOAD_BYTES = 5_000_000
-"""From this size on an upload is worth a line."""
 
 
 def profile_option(function: _F) -> _F:
@@ -75,7 +74,7 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path, discard: bool) -> int:
     """Run the current command, which has read a spec, on the login node, with its code."""
-    from clusterddp.login.commands import SPEC, SentFile, plan_command
+    from clusterddp.login.commands import SPEC, plan_command
 
     context = click.get_current_context()
     terminal: Terminal = context.obj
@@ -84,7 +83,7 @@ def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path,
     node = Node(profile=node.profile, login=node.login, secrets=resolved.job.all_secrets)
     login_command = plan_command(
         resolved,
-        given_arguments(context, {"spec": SentFile(SPEC)}, ["--profile", node.profile]),
+        given_arguments(context, {"spec": {"file": SPEC}}, ["--profile", node.profile]),
         _variables(terminal, node),
         runs_dir=runs_dir,
         environ=terminal.environ,
@@ -154,7 +153,6 @@ class _Output:
         # Control characters that ranks print must not reach the terminal.
         self._escapes = on_terminal and ("tail_lines" in params or params.get("follow")) and not params.get("raw")
         self._line = b""
-        self._said_upload = False
 
     def write_out(self, data: bytes) -> None:
         first = b""
@@ -168,20 +166,10 @@ class _Output:
         *lines, self._line = (self._line + data).split(b"\n")
         self._put(b"".join(printable(line.rstrip(b"\r")).encode() + b"\n" for line in lines))
 
-    def write_err(self, data: bytes) -> None:
-        sys.stderr.buffer.write(data)
-        sys.stderr.flush()
-
     def finish(self) -> None:
         """Write the last line, if it has no line end."""
         if self._line:
             self._put(printable(self._line).encode())
-
-    def watch(self, progress: Progress) -> None:
-        """Print once that a large upload goes on."""
-        if progress.total_bytes >= _LARGE_UPLOAD_BYTES and not self._said_upload:
-            self._said_upload = True
-            say(str(progress))
 
     def _put(self, data: bytes) -> None:
         with writing_stdout():
@@ -191,12 +179,12 @@ class _Output:
 
 def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
     """Run the current command on the login node, with some values changed."""
-    from clusterddp.login.commands import LoginCommand
+    from clusterddp.login.commands import LoginCommand, exec_at_login
 
-    login_command = LoginCommand(
-        arguments=given_arguments(context, changed, []), variables=_variables(context.obj, node)
-    )
-    return _run(node, login_command, context)
+    arguments = given_arguments(context, changed, [])
+    if context.info_name == "exec":
+        return exec_at_login(node.login, [str(each) for each in arguments], environ=context.obj.environ)
+    return _run(node, LoginCommand(arguments=arguments, variables=_variables(context.obj, node)), context)
 
 
 def _run(
@@ -217,8 +205,7 @@ def _run(
         login_command,
         environ=context.obj.environ,
         write_out=write_out or output.write_out,
-        write_err=output.write_err,
-        watch=output.watch,
+        report=say,
     )
     output.finish()
     if code is None:

@@ -30,7 +30,7 @@ from clusterddp.cli.login import node_of_all, profile_option, start_at_login, su
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
 from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
-from clusterddp.login.node import find_node
+from clusterddp.login.record import find_node
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run
 from clusterddp.run.sweep import find_sweep

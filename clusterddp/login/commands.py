@@ -1,23 +1,32 @@
-"""Commands on a login node: upload the spec and the code, then run the command with its streams and exit code."""
+"""Commands on a login node by the user's own ssh, with the code as one archive on its standard input.
+
+So a ControlMaster, second factors, Kerberos and FIDO keys work as they do for `ssh HOST`.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import io
+import json
+import os
 import shlex
-from collections.abc import Mapping, Sequence
+import signal
+import subprocess
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
-from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.login.node import AT_LOGIN
+from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
+from clusterddp.login.record import AT_LOGIN
 from clusterddp.planning.program import absent_notes, plan_program
-from clusterddp.remote.package import package
-from clusterddp.remote.upload import UPLOAD_TIMEOUT_S, Uploader, Watch, upload_code
+from clusterddp.remote.package import NO_PACKAGE, constant_command, package, ssh_argv
 from clusterddp.run.code import SnapshotPlan, describe_commit
-from clusterddp.ssh.command import Write, open_command
-from clusterddp.ssh.session import HostAccess, Session
-from clusterddp.ssh.sessions import open_sessions
+from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
+from clusterddp.ssh.session import HostAccess
+from clusterddp.system.archive import Archive
 from clusterddp.system.file_set import choose_files
+from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
@@ -36,6 +45,14 @@ NEEDS = (
     "submitit>=1.5.3,<1.6",
 )
 """What the command imports there: the requirements of clusterddp without paramiko."""
+_LARGE_UPLOAD_BYTES = 5_000_000
+"""From this size on an upload is worth a line."""
+_SSH_FAILED = 255
+_LET_IT_ASK = (
+    "type `ssh {host}`, which shows why; where it asks for a password or a code, the lines `ControlMaster auto`, "
+    "`ControlPath ~/.ssh/%C`, `ControlPersist 8h` below `Host {host}` in ~/.ssh/config keep that login open"
+)
+_MARK = b"clusterddp-agent "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,14 +69,8 @@ class Code:
     """What is not uploaded."""
 
 
-@dataclass(frozen=True, slots=True)
-class SentFile:
-    """An argument that names one of the uploaded files."""
-
-    name: str
-
-
-Argument = str | SentFile
+Argument = str | dict[str, str]
+"""`{"file": name}` stands for the path of one of the uploaded files."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,15 +98,13 @@ def plan_command(
 
     Raises: UsageError: the spec names paths that are not valid there.
     """
-    from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
-
     config, shared = config_path(environ), resolved.shared
     files = {SPEC: resolved.text, _CONFIG: config.read_text() if config else ""}
-    named: dict[str, Argument] = {CONFIG_VARIABLE: SentFile(_CONFIG)}
+    named: dict[str, Argument] = {CONFIG_VARIABLE: {"file": _CONFIG}}
     for file, variable, name in ((shared.project, PROJECT_VARIABLE, _PROJECT), (shared.site, SITE_VARIABLE, _SITE)):
         if file is not None:  # without a site file here, that of the login node holds there
             files[name] = file.text
-            named[variable] = SentFile(name)
+            named[variable] = {"file": name}
     return LoginCommand(
         arguments=arguments,
         variables={**variables, **named},
@@ -136,74 +145,159 @@ def run_at_login(
     login_command: LoginCommand,
     *,
     environ: Mapping[str, str],
-    write_out: Write,
-    write_err: Write,
-    watch: Watch | None = None,
+    write_out: Callable[[bytes], object],
+    report: Callable[[str], object] = lambda _: None,
 ) -> int | None:
-    """Run a command on a login node; return its exit code, None: the connection broke, and the command goes on.
+    """Run a command on a login node by the user's own ssh; return its exit code, None: the connection broke.
 
-    Raises: SshError: the host is not reached. PreflightError: it lacks what the command needs. OSError: its output
-    cannot be written here.
+    ssh asks on the terminal what it has to, and what it and the command write to standard error appears there.
+    Raises: SshError: ssh did not log in, or the node's Python did not start. PreflightError: it lacks what the command
+    needs. OSError: the command's output cannot be written here.
     """
-    access = HostAccess(
+    code = login_command.code
+    snapshot = code.snapshot if code else None
+    archive = Archive(files=choose_files(snapshot.root, snapshot.files)) if snapshot else None
+    order = {
+        "arguments": login_command.arguments,
+        "variables": {**login_command.variables, AT_LOGIN: login.host},
+        "runs_dir": login.runs_dir,
+        "needs": NEEDS,
+        "files": dict(login_command.files),
+        "code": code
+        and {
+            "sum": archive.files.digest() if archive else None,
+            "at": code.at,
+            "within": code.within,
+            "git": describe_commit(code.working_dir, environ),
+        },
+        "discard": login_command.discard,
+    }
+    with _ssh(login, environ) as ssh:
+        if not ssh.begin(login, order):
+            ssh.send({"size": len(package().data)}, [package().data])
+            ssh.read_answer({})
+        answer = ssh.read_answer({"missing": list[str], "python": str, "send": bool})
+        if answer["missing"]:
+            raise _lacks(login, answer["python"], answer["missing"])
+        if archive and answer["send"]:
+            if archive.size >= _LARGE_UPLOAD_BYTES:
+                report(f"sending {archive.size / 1e6:.1f} MB to {login.host}")
+            ssh.send({"size": archive.size}, archive.chunks())
+            ssh.read_answer({})
+        exit_code = ssh.pass_on(write_out)
+    return None if exit_code == _SSH_FAILED else exit_code
+
+
+def exec_at_login(login: Login, words: Sequence[str], *, environ: Mapping[str, str]) -> int:
+    """Run a command that reads standard input, and has a terminal if that is one; return its exit code.
+
+    Raises: as `run_at_login`.
+    """
+    variables = json.dumps({AT_LOGIN: login.host, CONFIG_VARIABLE: ""})
+    terminal = os.isatty(0)
+    argv = ssh_argv(_access(login), "clusterddp.agent.login", [login.runs_dir, variables, *words], terminal=terminal)
+    # ssh reads ahead: what is piped into one that finds no package would be lost for the next.
+    code = subprocess.call(argv, env=dict(environ)) if terminal else NO_PACKAGE
+    if code != NO_PACKAGE:
+        return code
+    upload = LoginCommand(arguments=["--version"])
+    failed = run_at_login(login, upload, environ=environ, write_out=lambda _: None)
+    return failed or subprocess.call(argv, env=dict(environ))
+
+
+@dataclass(kw_only=True)
+class _Ssh:
+    """A running ssh to a login node."""
+
+    host: str
+    process: subprocess.Popen[bytes]
+
+    def begin(self, login: Login, order: Mapping[str, Any]) -> bool:
+        """Send the boot and the order; return whether the package is there."""
+        lines = (login.python, login.venv, login.conda, " ".join(login.modules))
+        boot = package().boot
+        self._write("".join(f"{line or ''}\n" for line in lines).encode() + f"{len(boot)}\n".encode() + boot)
+        self.send({"package": package().sha256, "root": login.dir, "login": order}, [])
+        return bool(self.read_answer({"have": bool})["have"])
+
+    def send(self, message: Mapping[str, Any], chunks: Iterable[bytes]) -> None:
+        self._write(json.dumps(message).encode() + b"\n")
+        for chunk in chunks:
+            self._write(chunk)
+
+    def read_answer(self, keys: Mapping[str, Any]) -> dict[str, Any]:
+        """Read an answer, which holds these keys; skip what a login shell prints.
+
+        Raises: SshError.
+        """
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if not line.startswith(_MARK):
+                continue
+            try:
+                answer = read_object(line.removeprefix(_MARK))
+                if answer.pop("ok", False):
+                    return build(keys, answer, "answer")  # type: ignore[no-any-return]
+            except ValueError as error:
+                raise NonsenseError(self.host, str(error)) from error
+            hint = answer.get("hint")
+            raise SshError(self.host, "ask", str(answer.get("error")), hint=hint if isinstance(hint, str) else None)
+        code = self.process.wait()
+        if code == _SSH_FAILED:
+            raise SshError(self.host, "connect", "ssh did not log in", hint=_LET_IT_ASK.format(host=self.host))
+        hint = "python, venv, conda or modules of the profile's login choose the Python there"
+        raise SshError(self.host, "start", f"the Python there did not start (exit code {code})", hint=hint)
+
+    def pass_on(self, write_out: Callable[[bytes], object]) -> int:
+        """Pass on the command's output until it has ended; the first Ctrl-C goes to it, the second one ends this."""
+        assert self.process.stdout is not None
+        output = cast("io.BufferedReader", self.process.stdout)
+        interrupted = False
+        while True:
+            try:
+                if not (data := output.read1()):
+                    return self.process.wait()
+                write_out(data)
+            except KeyboardInterrupt:
+                if interrupted:
+                    raise
+                interrupted = True
+                self._write(b"\n")
+
+    def _write(self, data: bytes) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # ssh has ended; `read_answer` says why
+            self.process.stdin.write(data)
+            self.process.stdin.flush()
+
+
+@contextlib.contextmanager
+def _ssh(login: Login, environ: Mapping[str, str]) -> Iterator[_Ssh]:
+    """Start ssh with the constant command; end it with this block."""
+    argv = ["ssh", "-T", "-o", "RemoteCommand=none", "--", login.host, constant_command()]
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # ssh keeps that: Ctrl-C goes to the command, not to ssh
+    try:
+        process = subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=dict(environ))
+    except FileNotFoundError as error:
+        raise SshError(login.host, "connect", "there is no ssh on PATH", hint="install OpenSSH's client") from error
+    finally:
+        signal.signal(signal.SIGINT, before)
+    try:
+        yield _Ssh(host=login.host, process=process)
+    finally:
+        process.terminate()
+        process.wait()
+
+
+def _access(login: Login) -> HostAccess:
+    return HostAccess(
         host=login.host,
         python=login.python,
         venv=login.venv,
         conda=login.conda,
         modules=tuple(login.modules),
         root=login.dir,
-        host_key=login.host_key,
     )
-    agent = open_sessions([access], environ=environ, package=package())[login.host]
-    if isinstance(agent, SshError):
-        raise agent
-    with agent:
-        laid = _lay_out(agent, login_command, environ, watch) if login_command.files or login_command.code else {}
-        with open_command(agent, access, package()) as command:
-            answer = command.start(_order(login, login_command, laid))
-            if answer["missing"]:
-                raise _lacks(login, answer["python"], answer["missing"])
-            return command.wait(agent, write_out, write_err)
-
-
-def _order(login: Login, login_command: LoginCommand, laid: Mapping[str, str]) -> dict[str, Any]:
-    """Write the order of a command for the agent on the login node; `laid`: where its code and files are."""
-    place = laid.get("place", "")
-    variables = {name: _spell(argument, place) for name, argument in login_command.variables.items()}
-    return {
-        "module": "clusterddp",
-        "arguments": [_spell(argument, place) for argument in login_command.arguments],
-        "variables": variables | {AT_LOGIN: login.host},
-        "needs": NEEDS,
-        "directory": laid.get("directory"),
-        "runs_dir": login.runs_dir,
-        "discard": place if login_command.discard and place else None,
-    }
-
-
-def _lay_out(
-    agent: Session, login_command: LoginCommand, environ: Mapping[str, str], watch: Watch | None
-) -> dict[str, str]:
-    """Upload the code and the files to the login node; return their place."""
-    code = login_command.code
-    snapshot = code.snapshot if code else None
-    digest = None
-    if snapshot:
-        files = choose_files(snapshot.root, snapshot.files)
-        digest = files.digest()
-        upload_code(Uploader(sessions={agent.host: agent}, watch=watch), digest, lambda: files)
-    facts = {
-        "sum": digest,
-        "at": code.at if code else ".",
-        "within": code.within if code else ".",
-        "files": dict(login_command.files),
-        "git": describe_commit(code.working_dir, environ) if code else None,
-    }
-    return agent.ask("login.lay_out", facts, timeout_s=UPLOAD_TIMEOUT_S).facts
-
-
-def _spell(argument: Argument, place: str) -> str:
-    return argument if isinstance(argument, str) else f"{place}/{argument.name}"
 
 
 def _refuse_local_paths(job: JobSpec, here: Path) -> None:

@@ -72,7 +72,6 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
     "facts.clock": {"time": float},
     "gpus.look": {"gpus": list[str], "because": str, "busy": dict[str, str]},
     "gpus.lease": {"gpus": list[list[str]] | None, "hold": list[list[int]], "busy": dict[str, str]},
-    "login.lay_out": {"place": str, "directory": str},
     "results.list": {"runs": dict[str, Look]},
     "results.read": {"parts": list[Part]},
     "net.listen": {

@@ -15,6 +15,8 @@ from clusterddp.remote.answers import ANSWERS, HELLO
 from clusterddp.ssh.session import HostAccess, Package
 from clusterddp.system.templates import list_templates, read_template
 
+NO_PACKAGE = 86
+"""The exit code of `ssh_argv` where the host does not have the package."""
 _READS = "IFS= read -r python && IFS= read -r venv && IFS= read -r conda && IFS= read -r modules || exit 96; "
 _RUNS = '"import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"\''
 """What the constant command does with standard input, at its beginning and at its end."""
@@ -54,7 +56,7 @@ def constant_command() -> str:
 
 
 def ssh_argv(access: HostAccess, module: str, arguments: Sequence[str], *, terminal: bool) -> list[str]:
-    """Return the user's own ssh, which runs a module of the package on a host that has the package.
+    """Return the user's own ssh, which runs a module of the package on a host; see `NO_PACKAGE`.
 
     It leaves standard input to the module: what the constant command reads from there is a part of it. `module` has a
     function `main(arguments)`; one that begins with ~/ is in the home directory there.
@@ -62,7 +64,9 @@ def ssh_argv(access: HostAccess, module: str, arguments: Sequence[str], *, termi
     home = f"{access.root}/packages/{package().sha256}"
     program = (
         "import sys, os\n"
-        f"sys.path.insert(0, os.path.expanduser({home!r}))\n"
+        f"home = os.path.expanduser({home!r})\n"
+        f"os.path.isdir(home) or sys.exit({NO_PACKAGE})\n"
+        "sys.path.insert(0, home)\n"
         f"from {module} import main\n"
         f"main([os.path.expanduser({arguments[0]!r}), *{list(arguments[1:])!r}])\n"
     )

@@ -92,10 +92,9 @@ class Ssh(SshPython):
 
 
 class Login(SshPython):
-    """A host that SSH reaches, from which jobs are submitted."""
+    """A host that the user's own ssh reaches, from which jobs are submitted."""
 
     host: fields.Host = Field(description="Name or alias from ssh_config.")
-    host_key: fields.HostKey | None = Field(default=None, description="Its host key, which must be this one.")
     dir: fields.RemotePath = Field(
         default=_HOST_DIR, description="Directory there for clusterddp and the code; the nodes have to see it."
     )

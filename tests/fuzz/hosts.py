@@ -186,7 +186,6 @@ def requests(root: Path) -> Target:
     requests: list[dict[str, Any]] = [
         {"do": "beat"},
         {"do": "facts.clock"},
-        {"do": "login.lay_out", "at": ".", "files": {"spec.yaml": "name: a"}, "sum": None, "within": ".", "git": None},
         {"do": "results.list", "runs": [{"name": name, "token": TOKEN}]},
         {"do": "results.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},

@@ -17,10 +17,11 @@ import tomllib
 from clusterddp.login.commands import NEEDS
 from tests.support.paths import ROOT
 from tests.support.slurm_person import SlurmPerson
-from tests.support.ssh_person import own_ssh_dir
+from tests.support.ssh_person import Sshd, own_ssh_dir
 from tests.support.ssh_place import send
+from tests.support.typist import typing_into
 from tests.support.waiting import wait_until
-from tests.testbed.plan import RackPlan
+from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -199,6 +200,77 @@ def test_a_cut_connection_does_not_touch_the_run(laptop: Laptop) -> None:
     assert laptop.clusterddp("wait", run, "--profile", "hpc").returncode == 0
 
 
+def test_a_command_and_a_shell_are_beside_a_rank_of_the_cluster(laptop: Laptop) -> None:
+    laptop.configure(shares=False)
+    laptop.spec(waits=True, more="env: {SHELL: /bin/sh}")
+    run = laptop.submit()
+    laptop.await_state_of(run, "RUNNING")
+    wait_until(lambda: laptop.clusterddp("exec", run, "--", "true").returncode == 0)
+    done = laptop.clusterddp("exec", run, "--", "sh", "-c", 'cat; echo "$SLURM_JOB_ID"; exit 7', stdin="typed\n")
+    assert (done.stdout.splitlines()[0], done.returncode) == ("typed", 7)
+    (package,) = [path for path in (laptop.there / "packages").iterdir() if path.is_dir()]
+    package.rename(laptop.there / "gone")
+    argv = laptop.command("exec", run)
+    shell = laptop.rack.argv(HEAD, argv, cwd=laptop.path, env={**laptop.variables(), "TERM": "vt100"})
+    with typing_into(shell) as person:
+        person.await_text("# ")
+        person.type("echo job $SLURM_JOB_ID $TERM; sleep 600\n")
+        person.await_text(f"job {done.stdout.splitlines()[1]} vt100")
+        person.type("\x03exit 5\n")
+        assert person.await_exit() == 5
+    laptop.ok("cancel", run)
+
+
+@pytest.fixture
+def second_factor(laptop: Laptop) -> Iterator[Sshd]:
+    """Let the login node ask for a key and then, by PAM, for a password."""
+    check = laptop.rack.dir / "shared" / f"check-{laptop.path.name}"
+    check.write_text("#!/bin/sh\n[ \"$(tr -d '\\0')\" = opensesame ]\n")
+    check.chmod(0o755)
+    checked = f"auth required pam_exec.so expose_authtok {check}\n"
+    pam = check.with_suffix(".pam")
+    pam.write_text(checked + "".join(f"{kind} required pam_permit.so\n" for kind in ("auth", "account", "session")))
+    laptop.rack.run("node1", ["mount", "--bind", str(pam), "/etc/pam.d/sshd"])
+    options = ("UsePAM=yes", "KbdInteractiveAuthentication=yes", "PermitRootLogin=yes")
+    methods = "AuthenticationMethods=publickey,keyboard-interactive"
+    try:
+        with own_ssh_dir(laptop.rack) as person, person.sshd("node1", *options, methods) as sshd:
+            person.configure(
+                f"Host login\n  Hostname node1\n  Port {sshd.port}\n"
+                "  ControlMaster auto\n  ControlPath ~/.ssh/%C\n  ControlPersist 600\n"
+            )
+            key = f"[node1]:{sshd.port} {person.host_key('node1')}\n"
+            person.known_hosts.write_text(person.known_hosts.read_text() + key)
+            laptop.configure(host="login")
+            yield sshd
+            laptop.rack.run(HEAD, ["ssh", "-O", "exit", "login"], check=False)
+    finally:
+        laptop.rack.run("node1", ["umount", "/etc/pam.d/sshd"])
+
+
+def test_without_a_login_that_is_open_and_without_a_terminal_it_says_what_to_type(
+    laptop: Laptop, second_factor: Sshd
+) -> None:
+    process = laptop.start("list", "--profile", "hpc")  # a session of its own, so no terminal that ssh could ask on
+    _, said = process.communicate(timeout=240)
+    assert process.returncode == 3
+    assert "login: connect: ssh did not log in" in said
+    assert "hint: type `ssh login`, which shows why; where it asks for a password or a code" in said
+    assert "Accepted keyboard-interactive" not in second_factor.log.read_text()
+
+
+def test_a_terminal_is_asked_for_the_second_factor_once_and_then_nobody(laptop: Laptop, second_factor: Sshd) -> None:
+    argv = laptop.command("list", "--profile", "hpc")
+    with typing_into(laptop.rack.argv(HEAD, argv, cwd=laptop.path, env=laptop.variables())) as person:
+        person.await_text("Password:")
+        person.type("opensesame\n")
+        assert person.await_exit() == 0
+    process = laptop.start("submit", "job.yaml", "--profile", "hpc", "--follow")
+    printed, said = process.communicate(timeout=240)
+    assert (process.returncode, printed.splitlines()[1:]) == (0, ["here  as sent"]), said
+    assert second_factor.log.read_text().count("Accepted keyboard-interactive") == 1
+
+
 def test_what_the_login_node_lacks_is_named_with_the_command_that_installs_it(laptop: Laptop) -> None:
     bare = laptop.rack.dir / "shared" / f"bare-{laptop.path.name}"
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(bare)], check=True)
@@ -213,7 +285,7 @@ def test_an_unknown_host_key_stops_before_anything_is_said(laptop: Laptop) -> No
         person.known_hosts.write_text("")
         done = laptop.clusterddp("status", "some-run-1", "--profile", "hpc")
     assert done.returncode == 3
-    assert "host key" in done.stderr
+    assert "Host key verification failed" in done.stderr
 
 
 def test_names_and_values_are_no_shell_text(laptop: Laptop) -> None:

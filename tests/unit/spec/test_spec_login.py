@@ -8,9 +8,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.login.commands import SentFile, plan_command
-from clusterddp.login.node import choose_variables
-from clusterddp.login.record import SentRun, find_sent_run, write_sent_run
+from clusterddp.login.commands import plan_command
+from clusterddp.login.record import SentRun, choose_variables, find_sent_run, node_of_run, write_sent_run
 from clusterddp.spec.layers import read_profile, read_profile_login
 from clusterddp.spec.load import load_spec
 from clusterddp.system.files import write_json
@@ -55,6 +54,7 @@ def test_a_login_node_is_no_value_of_the_spec(environ: dict[str, str]) -> None:
         ("{host: hpc, venv: ~/a, conda: b}", "has both venv and conda, expected one of them"),
         ("{host: hpc, runs_dir: runs}", 'found "runs", expected a path on the hosts'),
         ('"-oProxyCommand=x"', "expected a host"),
+        ("{host: hpc, host_key: x}", "this key was removed"),
         ("", "found an empty value, expected the name of a host"),
         ("[a, b]", "found a list, expected the name of a host"),
     ],
@@ -73,6 +73,13 @@ def note(runs_dir: Path, run: str, created_ns: int = 1) -> None:
 def make_run(runs_dir: Path, run: str, created_ns: int) -> None:
     (runs_dir / run).mkdir(parents=True)
     write_json(runs_dir / run / "run.json", {"created_ns": created_ns})
+
+
+def test_a_record_of_an_earlier_version_is_read(environ: dict[str, str]) -> None:
+    configure(environ, "hpc-login")
+    login = {"host": "hpc-login", "host_key": f"SHA256:{'A' * 43}", "runs_dir": "/scratch/ana"}
+    node = node_of_run(SentRun(run="a-1", profile="hpc", login=login, secrets=("KEY",), created_ns=1), environ)
+    assert (node.login.host, node.login.runs_dir, node.secrets) == ("hpc-login", "/scratch/ana", ("KEY",))
 
 
 @pytest.mark.parametrize(
@@ -136,6 +143,6 @@ def test_the_files_that_a_spec_is_laid_over_go_to_the_login_node_with_it(
     sent = plan_command(resolved, [], {}, runs_dir=tmp_path / "runs", environ=environ, discard=True)
     files = {"spec.yaml": "name: a\n", "config.yaml": "", "project.yaml": "restarts: 2\n", "site.yaml": "hang: fail\n"}
     assert sent.files == files
-    assert sent.variables["CLUSTERDDP_PROJECT"] == SentFile("project.yaml")
-    assert sent.variables["CLUSTERDDP_SITE"] == SentFile("site.yaml")
+    assert sent.variables["CLUSTERDDP_PROJECT"] == {"file": "project.yaml"}
+    assert sent.variables["CLUSTERDDP_SITE"] == {"file": "site.yaml"}
     assert choose_variables({}, [], debug=False, color=None)["CLUSTERDDP_PROJECT"] == ""
