@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 HIDDEN = "(not shown)"
-_ARGUMENTS = frozenset({"args", "kwargs", "words", "command", "target"})
+_ARGUMENTS = frozenset({"args", "kwargs", "command"})
 _VARIABLE = re.compile(r"KEY|TOKEN(?!IZ)|SECRET|PASSW|PASSPHRASE|CREDENTIAL|AUTH|PRIVATE", re.IGNORECASE)
 _OPTION = re.compile(
     r"(^|[._-])(auth|token|password|passwd|passphrase|secret|credentials?|(api|access|private|secret|auth)[_-]?key)"
@@ -29,7 +29,7 @@ def is_secret(name: str, value: str) -> bool:
 
 
 def hide_secret_arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the entry of a spec, or of a gang, with `HIDDEN` in place of what looks like a secret.
+    """Return the entry of a spec with `HIDDEN` in place of what looks like a secret.
 
     That is the value of an option with such a name (`--token x`, `--token=x`, `wandb.api_key=x`, a keyword of a
     function), and a value that looks like a token or has an address with a password.
