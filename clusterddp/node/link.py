@@ -10,7 +10,7 @@ import collections
 import contextlib
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from clusterddp.network.port import bind_port
@@ -305,3 +305,23 @@ class Clock:
         last, self._last = self._last, time.monotonic()
         self.now += min(self._last - last, MAX_TURN_S)
         return self.now
+
+
+@dataclass(kw_only=True, slots=True)
+class Question:
+    """A question under way; subclasses hold the answers."""
+
+    due: float
+    """When the head stops waiting."""
+    awaited: set[int]
+    """The nodes that have not answered, by rank."""
+
+    def send(self, order: Message, send: Callable[[int, Message], None]) -> None:
+        """Send it to all nodes."""
+        for node_rank in sorted(self.awaited):
+            send(node_rank, order)
+
+    def is_over(self, nodes: Iterable[int], now: float) -> bool:
+        """Return whether all nodes have answered, or the time is up; `nodes`: those that are not lost."""
+        self.awaited &= set(nodes)
+        return not self.awaited or now >= self.due

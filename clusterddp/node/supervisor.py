@@ -14,7 +14,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
   `stop_requested` (reason, signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
   (error, weight; rank: when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to
   the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress),
-  `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see node_usage.py).
+  `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see usage_watch.py).
 * Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `stop`
   (reason), `kill` (whole_gang), `stacks` (id), `usage` (asked, most), `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.

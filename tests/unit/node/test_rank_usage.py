@@ -12,8 +12,14 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.node.node_usage import NodeUsage, parse_apps, parse_gpus
-from clusterddp.node.usage_watch import UsageWatch, pace_of_collectives, pace_of_own_steps
+from clusterddp.node.usage_watch import (
+    NodeUsage,
+    UsageWatch,
+    pace_of_collectives,
+    pace_of_own_steps,
+    parse_apps,
+    parse_gpus,
+)
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.rank_usage import (
@@ -93,7 +99,7 @@ def test_a_node_reports_steps_cores_memory_and_the_gpu_of_its_rank(rank, tmp_pat
 
 
 def test_a_rank_whose_python_is_stopped_is_reported_without_its_steps(rank, monkeypatch):
-    monkeypatch.setattr("clusterddp.node.node_usage.PATIENCE_S", 0.3)
+    monkeypatch.setattr("clusterddp.node.usage_watch._PATIENCE_S", 0.3)
     found: list[dict[str, object]] = []
     os.kill(rank.pid, 19)
     os.waitpid(rank.pid, os.WUNTRACED)
