@@ -24,9 +24,10 @@ from clusterddp.run.notices import (
     claim,
     message,
     message_of_end,
-    message_of_sweep,
+    message_of_view,
     start_helper,
     start_sending,
+    view_of_sweep,
 )
 from clusterddp.run.outcome import read_end
 from clusterddp.run.sweep import SweepDir
@@ -112,7 +113,8 @@ def _message_of_last(notify: Notify, sweep: SweepDir) -> Message | None:
             if end is None or end.will_restart:
                 return None
             views.append(final_view(newest, end))
-        return message_of_sweep(notify, sweep, views) if claim(RunDir(sweep.path), "end") else None
+        place = RunDir(sweep.path)
+        return message_of_view(notify, place, view_of_sweep(views)) if claim(place, "end") else None
     return None
 
 

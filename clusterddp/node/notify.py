@@ -7,12 +7,10 @@ history; nothing is printed.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import os
 import re
-import shutil
 import signal
 import subprocess
 import sys
@@ -137,40 +135,34 @@ def send_mail(order: SendOrder, environ: Mapping[str, str], timeout_s: float) ->
 
     Raises: NotSentError.
     """
-    sendmail = shutil.which("sendmail", path=f"{environ.get('PATH', os.defpath)}:/usr/sbin:/usr/lib")
-    if sendmail is None:
-        raise NotSentError("this machine has no sendmail")
     mail = EmailMessage()
     mail["To"] = order.notify.mail
     mail["Subject"] = f"clusterddp: {order.message.run} {order.message.state}"
     mail.set_content(f"{order.message.text}\n\n{order.message.run_dir}\n")
-    _run((sendmail, "-i", str(order.notify.mail)), mail.as_bytes(), environ, timeout_s, cwd="/")
+    path = f"{environ.get('PATH', os.defpath)}:/usr/sbin:/usr/lib"
+    _run(("sendmail", "-i", str(order.notify.mail)), mail.as_bytes(), {**environ, "PATH": path}, timeout_s, cwd="/")
 
 
 def _run(words: tuple[str, ...], data: bytes, environ: Mapping[str, str], timeout_s: float, *, cwd: str) -> None:
-    """Run a program; its group is killed when it takes too long.
+    """Run a program; it is killed when it takes too long.
 
     Raises: NotSentError.
     """
-    with tempfile.TemporaryFile() as errors:
+    with tempfile.TemporaryFile() as errors:  # no pipe: what the program leaves behind may keep it open
         try:
-            process = subprocess.Popen(
-                words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, env=environ, cwd=cwd,
-                start_new_session=True,
+            done = subprocess.run(
+                words, input=data, stdout=subprocess.DEVNULL, stderr=errors, env=environ, cwd=cwd, timeout=timeout_s,
+                check=False,
             )  # fmt: skip
         except OSError as error:
             raise NotSentError(f"{words[0]} cannot be started: {error.strerror}") from error
-        try:
-            process.communicate(data, timeout=timeout_s)
         except subprocess.TimeoutExpired as error:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
             raise NotSentError(f"{words[0]} was killed after {timeout_s:.0f} s") from error
-        if process.returncode != 0:
+        if done.returncode != 0:
             errors.seek(0)
             last = "".join(errors.read().decode(errors="replace").strip().splitlines()[-1:])
             said = f": {''.join(filter(str.isprintable, last))}" if last else ""
-            raise NotSentError(f"{words[0]} ended with exit code {process.returncode}{said}")
+            raise NotSentError(f"{words[0]} ended with exit code {done.returncode}{said}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ from typing import Any, Literal
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.outcome import AttemptEnd
-from clusterddp.run.sweep import SweepDir
 from clusterddp.run.view import RunState, RunView, final_view, spell_states
 
 Event = Literal["start", "end", "fail", "requeue", "hang"]
@@ -76,36 +75,25 @@ def message_of_end(notify: Notify, run: RunDir, attempt: int, end: AttemptEnd) -
 
 
 def message_of_view(notify: Notify, run: RunDir, view: RunView, *, at: float | None = None) -> Message | None:
-    """Return the message about the end of a run that has ended; None: the spec asks for none.
+    """Return the message about the end of a run, or of a sweep in its directory; None: the spec asks for none.
 
     `at`: when it ended, where no end is recorded.
     """
-    event = _event_of_end(notify, failed=view.state in _FAILED)
-    if event is None:
+    failed = view.state in _FAILED
+    event: Event = "fail" if failed and "fail" in notify.on else "end"
+    if event not in notify.on:
         return None
     cause = view.end.root_cause if view.end else None
     at = (view.end.ended if view.end else None) or at
     return message(event, run, view.attempt or 0, view.state, cause.error if cause else view.reason, at=at)
 
 
-def message_of_sweep(
-    notify: Notify, sweep: SweepDir, views: Sequence[RunView], *, at: float | None = None
-) -> Message | None:
-    """Return the message about the end of a sweep, all of whose runs have ended; None: the spec asks for none."""
+def view_of_sweep(views: Sequence[RunView]) -> RunView:
+    """Return the state of a sweep all of whose runs have ended, as if it were one run."""
     states = {view.state for view in views}
-    event = _event_of_end(notify, failed=bool(states & _FAILED))
-    if event is None:
-        return None
     state = RunState.COMPLETED if states == {RunState.COMPLETED} else RunState.CANCELLED
     state = RunState.FAILED if states & _FAILED else state
-    attempts = sum(view.attempt or 0 for view in views)
-    return message(event, RunDir(sweep.path), attempts, state, spell_states(views), at=at)
-
-
-def _event_of_end(notify: Notify, *, failed: bool) -> Event | None:
-    if failed and "fail" in notify.on:
-        return "fail"
-    return "end" if "end" in notify.on else None
+    return RunView(state=state, attempt=sum(view.attempt or 0 for view in views), end=None, reason=spell_states(views))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

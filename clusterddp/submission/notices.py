@@ -25,9 +25,9 @@ from clusterddp.run.notices import (
     Message,
     SendOrder,
     claim,
-    message_of_sweep,
     message_of_view,
     start_sending,
+    view_of_sweep,
     webhook_address,
 )
 from clusterddp.run.record import FOREIGN, read_run
@@ -51,12 +51,8 @@ def send_left(
     """
     with contextlib.suppress(ClusterddpError, OSError, ValueError, TypeError):
         run = RunDir(run.path.absolute())
-        notify = _read_notify(run)
-        if not view.finished or notify is None or (run.path.parent / SWEEP_RECORD).exists():
-            return
-        about = message_of_view(notify, run, view, at=run.events.stat().st_mtime)
-        if about is not None:
-            _send(run, notify, about, environ, launcher=read_run(run).launcher, patience_s=patience_s, sync=sync)
+        if view.finished and not (run.path.parent / SWEEP_RECORD).exists():
+            _send(run, run, view, run.events.stat().st_mtime, environ, patience_s=patience_s, sync=sync)
 
 
 def send_left_of_sweep(
@@ -68,44 +64,35 @@ def send_left_of_sweep(
     """
     with contextlib.suppress(ClusterddpError, OSError, ValueError, TypeError, IndexError):
         sweep = SweepDir(sweep.path.absolute())
-        run = sweep.runs()[0]
-        notify = _read_notify(run)
-        about = message_of_sweep(notify, sweep, views, at=ended) if notify is not None else None
-        if notify is not None and about is not None:
-            launcher, place = read_run(run).launcher, RunDir(sweep.path)
-            _send(place, notify, about, environ, launcher=launcher, patience_s=patience_s, sync=NO_HOSTS)
-
-
-def _read_notify(run: RunDir) -> Notify | None:
-    """Read the messages of a run that this user's clusterddp may send; None: there are none, or not from this user."""
-    data = read_json(run.plan)
-    if not data or run.plan.stat().st_uid != os.geteuid() or not is_granted(data, "notify"):
-        return None
-    return build_record(Notify, data["gang"]["notify"], str(run.plan))
+        place, view = RunDir(sweep.path), view_of_sweep(views)
+        _send(place, sweep.runs()[0], view, ended, environ, patience_s=patience_s, sync=NO_HOSTS)
 
 
 def _send(
+    place: RunDir,
     run: RunDir,
-    notify: Notify,
-    about: Message,
+    view: RunView,
+    ended: float,
     environ: Mapping[str, str],
     *,
-    launcher: str,
     patience_s: float,
     sync: Synchroniser,
 ) -> None:
-    if time.time() > about.time + _LATEST_S:
+    """Send what is left to send about a run or a sweep at `place`; `run`: the run, or one of the sweep's."""
+    notify = _read_notify(run)
+    about = message_of_view(notify, place, view, at=ended) if notify is not None else None
+    if notify is None or about is None or time.time() > about.time + _LATEST_S:
         return
-    deadline = time.monotonic() + patience_s
-    sent, open_ = _results(run, launcher, notify, about)
+    launcher, deadline = read_run(run).launcher, time.monotonic() + patience_s
+    sent, open_ = _results(place, launcher, notify, about)
     while open_ and time.monotonic() < deadline:
         time.sleep(0.5)
         sync.update()
-        sent, open_ = _results(run, launcher, notify, about)
+        sent, open_ = _results(place, launcher, notify, about)
     if not webhook_address(notify.webhook or "", environ):
         sent.add("webhook")  # another shell of the user's may have the variable
     channels = [channel for channel in notify.channels if channel not in sent | open_]
-    channels = [channel for channel in channels if claim(run, f"end-{about.attempt}-{channel}")]
+    channels = [channel for channel in channels if claim(place, f"end-{about.attempt}-{channel}")]
     if channels:
         environment = process_environment("", environ)
         environment.pop(COOKIE)
@@ -115,6 +102,14 @@ def _send(
                 process.wait(patience_s)
         else:
             threading.Thread(target=process.wait, daemon=True).start()
+
+
+def _read_notify(run: RunDir) -> Notify | None:
+    """Read the messages of a run that this user's clusterddp may send; None: there are none, or not from this user."""
+    data = read_json(run.plan)
+    if not data or run.plan.stat().st_uid != os.geteuid() or not is_granted(data, "notify"):
+        return None
+    return build_record(Notify, data["gang"]["notify"], str(run.plan))
 
 
 def _results(run: RunDir, launcher: str, notify: Notify, about: Message) -> tuple[set[str], set[str]]:

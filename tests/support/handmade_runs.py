@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import socket
 import sys
 import time
@@ -143,10 +142,6 @@ def train(run: RunDir, *, steps: int, of_steps: int = 100, epochs: int = 4, atte
             keep = {"attempt", "epoch", "step", "time", "steps_total", "epochs_total"}
             evaluation = {key: value for key, value in row.items() if key in keep}
             append_jsonl(run.metrics, evaluation | {"kind": "eval", "loss": 1.0, "accuracy": 0.5 + step / 1000})
-
-
-def rows_of(text: str) -> Any:
-    return json.loads(text)
 
 
 def opens_of(action: Callable[[], object], directory: Path) -> list[str]:

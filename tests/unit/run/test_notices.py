@@ -10,9 +10,8 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
-from clusterddp.run.notices import SendOrder, claim, message, message_of_end, message_of_sweep
+from clusterddp.run.notices import SendOrder, claim, message, message_of_end, message_of_view, view_of_sweep
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
-from clusterddp.run.sweep import SweepDir
 from clusterddp.run.view import RunState, RunView
 from clusterddp.wire import build
 
@@ -59,7 +58,7 @@ def test_a_reason_is_one_line_and_no_mention_for_a_chat(run: RunDir):
 
 def test_a_sweep_has_one_message_for_all_its_runs(tmp_path: Path):
     views = [RunView(state=state, attempt=1, end=None, reason="") for state in (RunState.COMPLETED, RunState.FAILED)]
-    about = message_of_sweep(NOTIFY, SweepDir(tmp_path / "big-owl-2"), views)
+    about = message_of_view(NOTIFY, RunDir(tmp_path / "big-owl-2"), view_of_sweep(views))
     assert about is not None
     assert about.text == "big-owl-2 FAILED (attempt 2): 1 COMPLETED, 1 FAILED"
 
