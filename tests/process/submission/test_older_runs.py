@@ -7,6 +7,7 @@ names. `golden/runs_0_2.tar.xz` holds a run with each feature that was removed a
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tarfile
@@ -179,6 +180,11 @@ def test_a_value_that_was_removed_is_refused_and_another_one_goes_on(runs_with_r
     assert sorted(path for path in run.rglob("*")) == before
     clusterddp(runs_with_removed, "resume", run.name, "train.comm=exact", "train.epochs=1")
     clusterddp(runs_with_removed, "wait", run.name)
+
+
+def test_one_that_machines_joined_is_resumed_on_each_of_them(runs_with_removed: Path) -> None:
+    refused = clusterddp(runs_with_removed, "resume", "joined-stopped-1", code=2)
+    assert re.search(r"hint: run clusterddp \w+ SPEC --resume joined-stopped-1 on each", refused)
 
 
 @pytest.mark.parametrize("name", ["relayed-1", "shared-1", "joined-1", "torchrun-done-1", "notified-1", "comm-auto-1"])
