@@ -78,8 +78,8 @@ def airbench(script: Path, data_dir: Path) -> Turn:
     """Run the file as it is (200 trainings after a warm-up) in a directory with our images in the form it reads."""
     import torch
 
+    from clusterddp.spec.train import TrainSpec
     from clusterddp.train.data.dataset import load_dataset
-    from clusterddp.train.spec import TrainSpec
 
     if not script.exists():
         raise UnavailableError("cifar10-airbench could not be cloned; --airbench PATH takes another place")

@@ -201,9 +201,9 @@ def tensors(samples: int) -> Any:
     """Return the trainer's own noise (dataset `random`), normalised, as a TensorDataset of float32 in NCHW."""
     from torch.utils.data import TensorDataset
 
+    from clusterddp.spec.train import TrainSpec
     from clusterddp.train.data.augment import normalize
     from clusterddp.train.data.dataset import load_dataset
-    from clusterddp.train.spec import TrainSpec
 
     spec = TrainSpec(dataset="random", samples=samples)
     whole = load_dataset(spec)

@@ -10,12 +10,11 @@ from clusterddp.errors import UsageError
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.spec.load import flatten, load_spec
+from clusterddp.spec.train import DEFINING
 
-TRAINING_KEYS = ("model", "width", "dataset", "image_size", "seed", "optimizer")
-"""Keys of `train` that a checkpoint depends on."""
 _FIXED = (
     *("launcher", "name", "snapshot", "entry.script", "entry.module", "entry.function", "entry.command"),
-    *(f"train.{key}" for key in TRAINING_KEYS),
+    *(f"train.{key}" for key in DEFINING),
 )
 """Keys that make it this run; with another value of one it would be another run."""
 

@@ -39,7 +39,7 @@ def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
         return job
     if job.train and job.train.data_dir:
         data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
-        return job.model_copy(update={"train": job.train.model_copy(update={"data_dir": data_dir})})
+        return job.model_copy(update={"train": dataclasses.replace(job.train, data_dir=data_dir)})
     if job.entry:
         paths = _entry_paths(job.entry, working_dir, on_hosts=job.launcher == "ssh")
         return job.model_copy(update={"entry": job.entry.model_copy(update=paths)})

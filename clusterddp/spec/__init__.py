@@ -10,6 +10,7 @@ check                                tree -> JobSpec, or problems (problems.py),
 load, sweep                          all of this, for one run or for many
 write                                JobSpec -> YAML that reads back equal
 
-To add a key, add a field to its section and, below the section, its rules. A key of `train` is also in train/spec.py,
-which reads it where pydantic may be absent. Schema, help of editors and docs are generated from the field.
+To add a key, add a field to its section and, below the section, its rules. Schema, help of editors and docs are
+generated from the field. The section `train` is a dataclass (train.py, its rules in train_rules.py), which hosts read
+without pydantic.
 """

@@ -19,7 +19,7 @@ from clusterddp.spec.notify_section import notify_conflicts
 from clusterddp.spec.section import MAX_RANKS, Conflict
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.ssh_section import ssh_conflicts
-from clusterddp.spec.train_section import train_conflicts
+from clusterddp.spec.train_rules import train_conflicts
 from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, did_you_mean, problem_at, to_data
 from clusterddp.system.timeouts import HOST_SILENCE_S
 
@@ -45,7 +45,13 @@ _REMOVED: dict[tuple[str, str], str] = {
 """(dotted key, value) that earlier versions had -> what to use instead, in one sentence for a hint; of a value such as
 word:4 it is the word."""
 
-_KINDS = {"model_type": "a mapping", "dict_type": "a mapping", "tuple_type": "a list", "list_type": "a list"}
+_KINDS = {
+    "model_type": "a mapping",
+    "dataclass_type": "a mapping",
+    "dict_type": "a mapping",
+    "tuple_type": "a list",
+    "list_type": "a list",
+}
 
 
 def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:

@@ -6,11 +6,9 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from pydantic import BaseModel
-
 from clusterddp.errors import Problem
 from clusterddp.spec.model import JobSpec, json_schema
-from clusterddp.spec.section import section_of, spellings
+from clusterddp.spec.section import AnySection, keys_of, spellings
 from clusterddp.spec.tree import ListNode, Mapping, Node, closest, did_you_mean, problem_at
 
 MAX_SUGGESTIONS = 50
@@ -56,7 +54,7 @@ _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
 
 def with_one_spelling(
-    tree: Mapping, model: type[BaseModel] = JobSpec, path: tuple[str, ...] = (), *, stored: bool = False
+    tree: Mapping, model: AnySection = JobSpec, path: tuple[str, ...] = (), *, stored: bool = False
 ) -> tuple[Mapping, list[Problem]]:
     """Rename every key of a spec's tree to its one spelling; report and drop unknown keys.
 
@@ -111,14 +109,14 @@ def _values(facts: dict[str, Any]) -> list[str]:
     return [str(value) for choice in choices for value in (*choice.get("enum", ()), *[choice.get("const")]) if value]
 
 
-def _section(tree: Mapping, model: type[BaseModel], path: tuple[str, ...], problems: list[Problem]) -> Mapping:
+def _section(tree: Mapping, model: AnySection, path: tuple[str, ...], problems: list[Problem]) -> Mapping:
     names = spellings(model)
     tree = _renamed(tree, lambda written: names.get(written, written), path, problems)
     entries: dict[str, Node] = {}
     for name, node in tree.entries.items():
         inner = (*path, name)
-        if name in model.model_fields:
-            entries[name] = _value(node, section_of(model.model_fields[name]), inner, problems)
+        if name in keys_of(model):
+            entries[name] = _value(node, keys_of(model)[name], inner, problems)
             continue
         seek = len(problems) < MAX_SUGGESTIONS
         message, hint = _unknown_key(name, model, path) if seek else ("unknown key", None)
@@ -126,7 +124,7 @@ def _section(tree: Mapping, model: type[BaseModel], path: tuple[str, ...], probl
     return Mapping(entries=entries, keys={name: tree.keys[name] for name in entries}, place=tree.place)
 
 
-def _value(node: Node, model: type[BaseModel] | None, path: tuple[str, ...], problems: list[Problem]) -> Node:
+def _value(node: Node, model: AnySection | None, path: tuple[str, ...], problems: list[Problem]) -> Node:
     if path == ("slurm",) and isinstance(node, Mapping):
         # sbatch's long names, with underscores for hyphens.
         return _renamed(node, lambda written: written.replace("-", "_"), path, problems)
@@ -155,7 +153,7 @@ def _renamed(tree: Mapping, spell: Callable[[str], str], path: tuple[str, ...], 
     )
 
 
-def _unknown_key(written: str, model: type[BaseModel], path: tuple[str, ...]) -> tuple[str, str | None]:
+def _unknown_key(written: str, model: AnySection, path: tuple[str, ...]) -> tuple[str, str | None]:
     """Return message and hint for an unknown key, with the key that the user probably means."""
     removed = _REMOVED.get(".".join((*path, written)))
     if removed:
@@ -188,8 +186,7 @@ def _key_of_name() -> dict[str, str]:
     found = dict(_SYNONYMS)
     for dotted in _all_keys():
         found.setdefault(dotted.rpartition(".")[2], dotted)
-    for name, field in JobSpec.model_fields.items():
-        model = section_of(field)
+    for name, model in keys_of(JobSpec).items():
         for spelling in spellings(model) if model else ():
             found.setdefault(spelling, f"{name}.{spelling}")
     return found
@@ -199,7 +196,6 @@ def _key_of_name() -> dict[str, str]:
 def _all_keys() -> tuple[str, ...]:
     """List every dotted key of a spec, without those of free-form sections."""
     keys: list[str] = []
-    for name, field in JobSpec.model_fields.items():
-        model = section_of(field)
-        keys += [name, *(f"{name}.{inner}" for inner in (model.model_fields if model else ()))]
+    for name, model in keys_of(JobSpec).items():
+        keys += [name, *(f"{name}.{inner}" for inner in (keys_of(model) if model else ()))]
     return tuple(keys)

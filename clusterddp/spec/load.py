@@ -32,7 +32,7 @@ from clusterddp.spec.layers import (
 from clusterddp.spec.model import JobSpec, json_schema
 from clusterddp.spec.program_arguments import names_argument, set_argument, words_problem
 from clusterddp.spec.textfile import decode, read_bytes, read_stdin
-from clusterddp.spec.train_section import TrainSpec
+from clusterddp.spec.train import TrainSpec
 from clusterddp.spec.tree import Mapping, Node, Place, format_spec_error, in_order, merge, without
 from clusterddp.spec.write import resolved_yaml
 from clusterddp.spec.yamlfile import parse
@@ -251,7 +251,7 @@ def _leaves(tree: Mapping, prefix: str) -> Iterator[tuple[str, Node]]:
 def default_values() -> dict[str, Any]:
     """Return the default of every value, by dotted key."""
     job = JobSpec(name="unnamed").model_dump(mode="json")
-    sections = {"train": TrainSpec().model_dump(mode="json"), "entry": EntrySpec().model_dump(mode="json")}
+    sections = {"train": TrainSpec().to_json(), "entry": EntrySpec().model_dump(mode="json")}
     return flatten(job | sections) | {"name": None}
 
 

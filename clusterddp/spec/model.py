@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AliasChoices, BaseModel, Field, model_validator
+from pydantic import AliasChoices, Field, model_validator
 
 from clusterddp.spec import fields
 from clusterddp.spec.entry_section import PROGRAMS, EntrySpec
 from clusterddp.spec.fields import Count, Word
 from clusterddp.spec.layers import ALLOWED, RUNS_DIR, RUNS_DIR_DESCRIPTION
 from clusterddp.spec.notify_section import NotifySpec
-from clusterddp.spec.section import Section, section_of, spellings
+from clusterddp.spec.section import Section, keys_of, spellings
 from clusterddp.spec.ssh_section import Ssh, SshHost
-from clusterddp.spec.train_section import TrainSpec
+from clusterddp.spec.train import TrainSpec
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
@@ -240,6 +240,9 @@ class JobSpec(Section):
         return data
 
 
+JobSpec.model_rebuild(_types_namespace=vars(fields))  # TrainSpec's annotations are names of spec/fields.py
+
+
 def json_schema(*, shared: bool = False) -> dict[str, Any]:
     """Return the JSON Schema of a spec, for editors, as draft 2020-12: every key with its description and range.
 
@@ -247,8 +250,7 @@ def json_schema(*, shared: bool = False) -> dict[str, Any]:
     """
     schema = JobSpec.model_json_schema(mode="validation")
     definitions: dict[str, Any] = schema["$defs"]
-    sections: list[type[BaseModel] | None] = [SshHost, *map(section_of, JobSpec.model_fields.values())]
-    for model in filter(None, sections):
+    for model in filter(None, [SshHost, *keys_of(JobSpec).values()]):
         properties = definitions[model.__name__]["properties"]
         for spelling, name in spellings(model).items():
             if spelling != name:

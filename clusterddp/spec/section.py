@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, get_args, get_origin
+from typing import Any, TypeAlias, get_args, get_origin
 
 from pydantic import AliasChoices, BaseModel, ConfigDict, model_validator
-from pydantic.fields import FieldInfo
+
+from clusterddp.spec.train import TrainSpec
 
 MAX_RANKS = 65_536
+AnySection: TypeAlias = Any
+"""A class: a pydantic model, or TrainSpec."""
 
 
 class Section(BaseModel):
@@ -37,31 +41,36 @@ class Conflict:
 
 
 @functools.cache
-def spellings(model: type[BaseModel]) -> dict[str, str]:
+def keys_of(section: AnySection) -> dict[str, AnySection | None]:
+    """Map each key of a section to the section that it holds, or holds a list of; None: it holds values."""
+    if issubclass(section, BaseModel):
+        return {name: next(_sections(field.annotation), None) for name, field in section.model_fields.items()}
+    return {field.name: None for field in dataclasses.fields(section)}
+
+
+@functools.cache
+def spellings(section: AnySection) -> dict[str, str]:
     """Map every spelling of a section's keys, aliases among them, to the key itself."""
-    names = {name: name for name in model.model_fields}
-    for name, field in model.model_fields.items():
+    names = {name: name for name in keys_of(section)}
+    for name, field in section.model_fields.items() if issubclass(section, BaseModel) else ():
         if isinstance(field.validation_alias, AliasChoices):
             names |= {str(alias): name for alias in field.validation_alias.choices}
     return names
 
 
-def section_of(field: FieldInfo) -> type[BaseModel] | None:
-    """Return the model of a field that is a section or a list of sections; else None."""
-    return next(_models(field.annotation), None)
-
-
 @functools.cache
 def _containers(model: type[BaseModel]) -> frozenset[str]:
     """Return the keys whose values are sections, lists or mappings."""
-    fields = model.model_fields.items()
+    fields = model.model_fields
     return frozenset(
-        name for name, field in fields if section_of(field) or get_origin(field.annotation) in (dict, tuple)
+        name
+        for name, section in keys_of(model).items()
+        if section or get_origin(fields[name].annotation) in (dict, tuple)
     )
 
 
-def _models(annotation: Any) -> Iterator[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+def _sections(annotation: Any) -> Iterator[AnySection]:
+    if isinstance(annotation, type) and (issubclass(annotation, BaseModel) or annotation is TrainSpec):
         yield annotation
     for argument in get_args(annotation):
-        yield from _models(argument)
+        yield from _sections(argument)

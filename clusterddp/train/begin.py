@@ -40,7 +40,7 @@ from clusterddp.train.shared_memory import SharedMemory, share_memory
 from clusterddp.train.state import TrainState, restore_state, spec_changes
 
 if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
+    from clusterddp.spec.train import TrainSpec
 
 _SHOWN = ("model", "dataset", "lr", "batch_size", "accumulate", "epochs", "optimizer", "weight_decay", "seed")
 """What TensorBoard's table of runs has of the spec."""

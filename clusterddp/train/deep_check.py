@@ -44,6 +44,7 @@ from clusterddp.facts.deep_check import (
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.network.interface import read_links
 from clusterddp.run.assignment import Assignment
+from clusterddp.spec.train import TrainSpec
 from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
@@ -54,7 +55,6 @@ from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState
 
 _STEPS = {"cpu": 3, "cuda": 50}

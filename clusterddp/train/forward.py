@@ -21,7 +21,7 @@ from clusterddp.train.models import build_model
 from clusterddp.train.models.resnet import has_large_stem
 
 if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
+    from clusterddp.spec.train import TrainSpec
 
 _TRIAL_IMAGES = 16
 _TRIAL_STEPS = 2

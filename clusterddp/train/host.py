@@ -19,7 +19,7 @@ from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.group import Group, max_over_ranks
 
 if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
+    from clusterddp.spec.train import TrainSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -19,6 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.assignment import Assignment
 from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requested
+from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_json
 from clusterddp.system.processes import read_age_s
 from clusterddp.system.storage import retry_outage, set_storage_timeout
@@ -30,7 +31,6 @@ from clusterddp.train.group import join_group, leave_group
 from clusterddp.train.host import Host, find_host, load_once
 from clusterddp.train.loop import train
 from clusterddp.train.report.reporter import Reporter, describe_end
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
 
 

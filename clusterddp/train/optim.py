@@ -13,7 +13,7 @@ from clusterddp.train.data.dataset import steps_per_epoch
 from clusterddp.train.muon import Muon
 
 if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
+    from clusterddp.spec.train import TrainSpec
 
 _ONECYCLE_START = 1 / 25  # the first rate as a share of the peak. Source: torch.optim.lr_scheduler.OneCycleLR
 

@@ -25,6 +25,7 @@ from torch import nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.assignment import Assignment
+from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_json
 from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
@@ -35,7 +36,6 @@ from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 
 

@@ -6,25 +6,19 @@ import hashlib
 import random
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.spec.train import DEFINING, TrainSpec
 from clusterddp.train.evaluate import Ema, Evaluation
 from clusterddp.train.exchange import Exchange
 from clusterddp.train.group import Group, gather_on_first
 from clusterddp.train.host_copy import copy_to_host, cut_apart
 from clusterddp.train.optim import Schedule
 from clusterddp.train.report.figures import Meter, Totals, figures_of
-
-if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
-
-DEFINING = ("model", "width", "dataset", "image_size", "seed", "optimizer")
-"""Keys of the spec without which a checkpoint makes no sense: the weights' shape, the samples and their order, what is
-kept for each weight."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from clusterddp.run.directory import RunDir
+from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_jsonl
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
@@ -29,7 +30,6 @@ from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group
 from clusterddp.train.loop import train
 from clusterddp.train.report.reporter import Reporter
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import TrainState, tensors_sha256
 
 TIMEOUT_S = 400  # a machine that is shared may take its time

@@ -17,7 +17,7 @@ from clusterddp.train.data.image_files import demand_memory, mean_and_std, read_
 from clusterddp.train.data.shapes import CLASSES, generate_shapes
 
 if TYPE_CHECKING:
-    from clusterddp.train.spec import TrainSpec
+    from clusterddp.spec.train import TrainSpec
 
 Split = tuple[Tensor, Tensor]
 

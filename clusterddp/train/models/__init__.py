@@ -12,8 +12,8 @@ from clusterddp.train.models.fastnet import FastNet, check_side
 from clusterddp.train.models.resnet import has_large_stem, resnet18
 
 if TYPE_CHECKING:
+    from clusterddp.spec.train import TrainSpec
     from clusterddp.train.data.dataset import Dataset
-    from clusterddp.train.spec import TrainSpec
 
 _WHITENING_IMAGES = 2000  # 1.9 million patches of 2x2 pixels: far more than a 12x12 covariance needs
 

@@ -168,7 +168,7 @@ from clusterddp.train import deep_check
 from clusterddp.train.group import join_group
 from clusterddp.train.device import RankVariables
 from clusterddp.run.assignment import Assignment
-from clusterddp.train.spec import TrainSpec
+from clusterddp.spec.train import TrainSpec
 
 place = RankVariables(rank=0, local_rank=0, world_size=1, backend="nccl", device="cuda")
 environment = deep_check.describe_environment(place, {{"NCCL_DEBUG": "INFO", "HOME": "/x"}})

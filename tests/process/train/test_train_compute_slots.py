@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 import torch
 
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.compute_slots import ComputeSlot, agree_on_compute_slot
 from clusterddp.train.group import Group
 from clusterddp.train.host import find_host, load_once
 from clusterddp.train.loop import train
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from tests.support.picture_files import write_folder
 from tests.support.train_gang import TINY, Gang, one_rank, outcome, settle

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.evaluate import Evaluation, evaluate, mean_logits
 from clusterddp.train.group import Group, averaged_buffers
 from clusterddp.train.models import build_model
-from clusterddp.train.spec import TrainSpec
 from tests.support.train_gang import TINY, Gang, one_rank
 
 

@@ -13,6 +13,7 @@ import torch
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.begin import begin
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.exchange import DdpExchange
@@ -26,7 +27,6 @@ from clusterddp.train.forward import (
 )
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, Gang, make_run, one_rank, outcome, settle, train_once
 

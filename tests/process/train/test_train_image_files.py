@@ -15,13 +15,13 @@ from PIL import Image
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.image_sets import BUILT_IN, IMAGE_SETS
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.data.download import import_datasets, import_torchvision
 from clusterddp.train.data.image_files import demand_memory
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.models import build_model
-from clusterddp.train.spec import TrainSpec
 from tests.support import picture_files as files
 from tests.support.train_gang import Gang, make_run, metrics_rows, settle
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.begin import settle_precision
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
@@ -15,7 +16,6 @@ from clusterddp.train.forward import choose_precision, time_precisions
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
 from clusterddp.train.research.small_maps import Conv3x3
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, Gang, make_run, metrics_rows, one_rank, settle, train_once
 

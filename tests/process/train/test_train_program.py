@@ -19,10 +19,10 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import INIT_METHOD
 from clusterddp.run.stop import request_stop
 from clusterddp.spec import model
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.download import default_data_dir
 from clusterddp.train.group import Group
 from clusterddp.train.report.reporter import TrainReport, open_progress
-from clusterddp.train.spec import TrainSpec
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, make_run, meeting_place, metrics_rows, one_rank, open_gang, train_once
 

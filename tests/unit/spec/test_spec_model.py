@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import subprocess
 import sys
 from typing import Any
@@ -13,7 +14,7 @@ from clusterddp.errors import SpecError
 from clusterddp.spec.load import load_spec, resolved_yaml
 from clusterddp.spec.model import EntrySpec, JobSpec, Resources
 from clusterddp.spec.scalars import Duration
-from clusterddp.spec.train_section import TrainSpec
+from clusterddp.spec.train import TrainSpec
 
 
 def load(text: str) -> JobSpec:
@@ -289,8 +290,8 @@ def test_a_key_with_nothing_behind_it_is_where_a_conflict_about_it_is_shown() ->
 
 
 def test_the_spec_is_frozen() -> None:
-    with pytest.raises(ValidationError):
-        load("").train.epochs = 3  # type: ignore[union-attr]
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load("").train.epochs = 3  # type: ignore[misc,union-attr]
 
 
 @pytest.mark.parametrize("mode", ["json", "python"])
@@ -301,11 +302,20 @@ def test_a_dumped_spec_reads_back_equal(mode: Any) -> None:
 
 def test_values_from_python_are_checked_like_written_ones() -> None:
     with pytest.raises(ValidationError, match="expected a whole number"):
-        TrainSpec(epochs=True)
+        JobSpec.model_validate({"name": "x", "train": {"epochs": True}})
     with pytest.raises(ValidationError, match="finite"):
-        TrainSpec(lr=float("nan"))
+        JobSpec.model_validate({"name": "x", "train": {"lr": float("nan")}})
     with pytest.raises(ValidationError, match="extra_forbidden"):
         JobSpec.model_validate({"name": "x", "epochs": 3})
+
+
+def test_a_host_reads_the_trainers_section_without_pydantic() -> None:
+    code = (
+        "import sys; from clusterddp.spec.train import TrainSpec; "
+        "print(TrainSpec.from_json({'lr': 0.2}).lr, 'pydantic' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    assert result.stdout.split() == ["0.2", "False"]
 
 
 def test_the_model_loads_no_yaml() -> None:

@@ -10,7 +10,7 @@ import pytest
 from clusterddp.errors import SpecError
 from clusterddp.spec.layers import config_path
 from clusterddp.spec.load import Change, ResolvedSpec, load_spec
-from clusterddp.spec.train_section import TrainSpec
+from clusterddp.spec.train import TrainSpec
 
 NO_ASSIGNMENT = "expected key=value, for example train.lr=0.2, or ~key for the default"
 

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
 BATCHES = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
@@ -249,7 +249,7 @@ def run_python(code: str, *arguments: str, path: Path | None = None) -> subproce
 LOAD = """
 import sys, torch
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.spec import TrainSpec
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.dataset import load_dataset
 spec = TrainSpec(dataset="cifar10", data_dir=sys.argv[1])
 try:

@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset, steps_per_epoch
 from clusterddp.train.data.shapes import generate_shapes
-from clusterddp.train.spec import TrainSpec
 
 CPU = torch.device("cpu")
 
@@ -181,7 +181,7 @@ def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
 def test_the_trainers_data_rooms_do_not_import_torchvision() -> None:
     code = """
 import sys, torch
-from clusterddp.train.spec import TrainSpec
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train import models
 from clusterddp.train.data import augment, dataset
 spec = TrainSpec(model="fastnet", dataset="shapes", samples=10)
