@@ -41,7 +41,7 @@ from tests.testbed.rack import running_rack
 CONNECT = """
 import json, os, resource, sys, threading
 from clusterddp.errors import SshError
-from clusterddp.ssh.connector import connect_all
+from clusterddp.ssh.connections import connect_all
 from clusterddp.ssh.fan import Fan
 hosts = sys.argv[1].split(",")
 made = connect_all(hosts, environ=os.environ)

@@ -16,8 +16,8 @@ from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.ssh.config import Destination
-    from clusterddp.ssh.connection import Connection
-    from clusterddp.ssh.host_keys import HostKey
+    from clusterddp.ssh.connections import Connection
+    from clusterddp.ssh.keys import HostKey
 
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -32,7 +32,7 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
     Exit code 3 when any host fails; the command that fixes it is printed below the host.
     """
     from clusterddp.spec.hosts import expand_all
-    from clusterddp.ssh.connector import connect_all
+    from clusterddp.ssh.connections import connect_all
 
     results = connect_all(expand_all(hosts), environ=terminal.environ)
     found = {host: _measure(result) for host, result in results.items()}
@@ -59,9 +59,8 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     clusterddp hosts trust node[1-4]
     clusterddp hosts trust --yes node1=SHA256:...    when the fingerprint is known from elsewhere
     """
-    from clusterddp.ssh.connector import scan_all
-    from clusterddp.ssh.host_keys import check_expected
-    from clusterddp.ssh.known_hosts import add_known_hosts
+    from clusterddp.ssh.connections import scan_all
+    from clusterddp.ssh.keys import add_known_hosts, check_expected
 
     names, expected = _parse_expected(hosts)
     if yes and (missing := [name for name in names if name not in expected]):
@@ -124,8 +123,7 @@ def _unknown(
 ) -> tuple[list[Destination], list[SshError]]:
     """Return the hosts that known_hosts does not list, and the errors of the others."""
     from clusterddp.ssh.config import resolve
-    from clusterddp.ssh.host_keys import check_known
-    from clusterddp.ssh.known_hosts import read_known_keys
+    from clusterddp.ssh.keys import check_known, read_known_keys
 
     unknown: list[Destination] = []
     failed: list[SshError] = []

@@ -16,7 +16,7 @@ from typing import Any
 
 from clusterddp.errors import SshError
 from clusterddp.remote.package import package
-from clusterddp.ssh.connector import Connector
+from clusterddp.ssh.connections import Connector
 from clusterddp.ssh.session import HostAccess, Session, start_session
 
 _FIRST_PAUSE_S = 1.0

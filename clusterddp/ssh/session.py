@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterddp.errors import NonsenseError, SshError
-from clusterddp.ssh.connection import Connection
+from clusterddp.ssh.connections import Connection
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:

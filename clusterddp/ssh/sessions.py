@@ -6,7 +6,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.ssh.connector import connect_all
+from clusterddp.ssh.connections import connect_all
 from clusterddp.ssh.fan import AT_ONCE, Fan
 from clusterddp.ssh.session import HostAccess, Package, Reply, Session, start_session
 

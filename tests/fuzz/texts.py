@@ -113,7 +113,7 @@ def printed_by_ranks() -> Target:
 
 def printed_by_ssh(root: Path) -> Iterator[Target]:
     from clusterddp.ranks.launched import find_place
-    from clusterddp.ssh.known_hosts import _parse
+    from clusterddp.ssh.keys import _parse
 
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIJ0000000000000000000000000000000000000000000"
     known = (

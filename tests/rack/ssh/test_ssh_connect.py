@@ -207,7 +207,7 @@ def test_no_thread_is_left_when_connections_are_closed(person):
     person.configure("Host far\n  HostName node3\n  ProxyJump node1\n")
     program = """
 import os, threading
-from clusterddp.ssh.connector import connect_all
+from clusterddp.ssh.connections import connect_all
 made = connect_all(["node1", "far"], environ=os.environ)
 for connection in made.values():
     connection.close()

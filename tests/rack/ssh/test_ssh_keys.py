@@ -40,7 +40,7 @@ def pinned(person: SshPerson, host_key: str) -> str:
     """Connect to node1 with a pinned key; return what becomes of it."""
     program = f"""
 import os
-from clusterddp.ssh.connector import connect_all
+from clusterddp.ssh.connections import connect_all
 result = connect_all(["node1"], environ=os.environ, pinned={{"node1": {host_key!r}}})["node1"]
 print(getattr(result, "message", "connected"))
 """
