@@ -42,7 +42,7 @@ CONNECT = """
 import json, os, resource, sys, threading
 from clusterddp.errors import SshError
 from clusterddp.ssh.connections import connect_all
-from clusterddp.ssh.fan import Fan
+from clusterddp.ssh.connections import Fan
 hosts = sys.argv[1].split(",")
 made = connect_all(hosts, environ=os.environ)
 assert not [error for error in made.values() if isinstance(error, SshError)], made
@@ -59,11 +59,10 @@ print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUS
 """
 AGENTS = """
 import json, os, resource, sys, threading
-from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess, Session
-from clusterddp.ssh.sessions import open_sessions
+from clusterddp.remote.session import HostAccess, Session
+from clusterddp.remote.sessions import open_sessions
 accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
-made = open_sessions(accesses, environ=os.environ, package=package())
+made = open_sessions(accesses, environ=os.environ)
 assert all(isinstance(session, Session) for session in made.values()), made
 threads = threading.active_count()
 for session in made.values():

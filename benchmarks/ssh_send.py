@@ -25,10 +25,9 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import json, os, sys, time
 from clusterddp.remote.upload import Uploader, upload_data
-from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess
-from clusterddp.ssh.sessions import open_sessions
-sessions = open_sessions([HostAccess(host="node1", python=sys.executable)], environ=os.environ, package=package())
+from clusterddp.remote.session import HostAccess
+from clusterddp.remote.sessions import open_sessions
+sessions = open_sessions([HostAccess(host="node1", python=sys.executable)], environ=os.environ)
 times = []
 uploader = Uploader(sessions=sessions, watch=lambda progress: times.append(time.monotonic()))
 upload_data(sys.argv[1], sys.argv[2], uploader)

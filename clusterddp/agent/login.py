@@ -25,8 +25,8 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp.agent.store import find_code, missing, put, refusing_disk
-from clusterddp.agent.types import Body, Host
+from clusterddp.agent.host import Body, Host
+from clusterddp.agent.store import find_code, lacks_code, put, refusing_disk
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.code import FOLDER, RECORD, TREE, link_or_copy
@@ -103,7 +103,7 @@ def _prepare(host: Host, order: dict[str, Any], environment: dict[str, str]) -> 
     asked = [sys.executable, "-c", _FIND_MISSING, *order["needs"]]
     lacking = subprocess.run(asked, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     send = not lacking and code is not None and code["sum"] is not None
-    send = send and missing(host, {"sum": code["sum"]}, Body(sys.stdin.buffer, 0))["missing"]
+    send = send and lacks_code(host, code["sum"])
     _say({"ok": True, "missing": lacking, "python": sys.executable, "send": send})
     if lacking:
         sys.exit(1)

@@ -15,48 +15,33 @@ import os
 import select
 import signal
 import sys
-import time
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from clusterddp.agent import gpus, network, results, runs, store
-from clusterddp.agent.store import find_place
-from clusterddp.agent.types import REQUESTS, Body, Host, Operation, Reply
+from clusterddp.agent import machine, network, runs, store
+from clusterddp.agent.host import Body, Handler, Host, Reply
+from clusterddp.agent.operations import OPERATIONS
 from clusterddp.errors import ClusterddpError
-from clusterddp.ranks.environment import inherited_environment
 from clusterddp.wire import build, read_object
 
-
-def read_facts(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Return the facts of this host and of `data_dir`, without torch; `variables`: those of the run's ranks."""
-    from clusterddp.facts.machine import read_host  # most agents do not need it
-
-    data_dir = request["data_dir"]
-    environ = inherited_environment() | (request["variables"] or {})
-    facts = read_host(
-        host.root,
-        environ | {"PYTHONPATH": host.python_path(environ)},
-        executable=sys.executable,
-        data_dir=find_place(data_dir) if data_dir else None,
-        with_driver=bool(request["with_driver"]),
-    )
-    return {"facts": facts.to_json()}
-
-
-def read_clock(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Return the time."""
-    return {"time": time.time()}
-
-
-OPERATIONS: dict[str, Operation] = {
-    "facts.machine": read_facts,
-    "facts.clock": read_clock,
-    **gpus.OPERATIONS,
-    **results.OPERATIONS,
-    **network.OPERATIONS,
-    **runs.OPERATIONS,
-    **store.OPERATIONS,
+HANDLERS: Mapping[str, Handler] = {
+    "beat": machine.beat,
+    "host.facts": machine.read_facts,
+    "host.lease": machine.lease,
+    "host.list": machine.list_here,
+    "host.listen": network.listen,
+    "host.probe": network.probe,
+    "host.remove": machine.remove,
+    "run.ask": runs.ask,
+    "run.end": runs.end,
+    "run.look": runs.look,
+    "run.prepare": runs.prepare,
+    "run.read": runs.read,
+    "run.supervise": runs.supervise,
+    "store.compare": store.compare,
+    "store.put": store.put,
 }
 
 
@@ -121,12 +106,11 @@ def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -
 
 
 def _perform(host: Host, do: str, request: dict[str, Any], body: Body) -> dict[str, Any] | Reply:
-    operation = OPERATIONS.get(do)
-    if operation is None:
+    if do not in OPERATIONS:
         raise ClusterddpError(f"{do:.60}: this agent knows no such operation")
-    facts = build(REQUESTS.get(do, {}), request, "request")
+    facts = build(OPERATIONS[do].request, request, "request")
     signal.alarm(0 if body.size == 0 else host.patience_s)
-    answer = operation(host, facts, body)
+    answer = HANDLERS[do](host, facts, body)
     signal.alarm(0)
     return answer
 

@@ -1,35 +1,44 @@
-"""Runs on this host: their directories, supervisors, end, and the cleanup of what they leave (ps and gc)."""
+"""Runs on this host: their directories, supervisors, end, and what they have written."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import os
+import stat
 import subprocess
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from clusterddp.agent.host import Body, Host, Reply
 from clusterddp.agent.store import check_out
-from clusterddp.agent.types import Body, Host, Operation
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.cleanup import end_run_here
+from clusterddp.run.cleanup import end_run_here, find_processes, read_cookie
 from clusterddp.run.directory import RunDir
-from clusterddp.run.leftovers import end_left_over, find_runs
+from clusterddp.run.leftovers import Ended, end_left_over
+from clusterddp.run.outcome import read_spooled
+from clusterddp.run.record import boot_id
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
-from clusterddp.run.stored import find_stored, remove_run, remove_stored
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
-from clusterddp.system.files import read_tail, write_json, write_text
+from clusterddp.system.files import read_json, read_tail, write_json, write_text
+
+MAX_REPLY_BYTES = 8 << 20
+"""Most data in one answer: it is held in memory on both sides."""
+_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
+_FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
+"""What the run writes; the rest was uploaded, or is the user's own."""
 
 
 class Hold:
     """A supervisor that ends with this connection: it ends its gang when its standard input closes."""
 
-    def __init__(self, process: subprocess.Popen[bytes], token: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path) -> None:
         self.process = process
-        self.token = token
+        self.run_dir = run_dir
 
     def close(self) -> None:
         assert self.process.stdin is not None
@@ -44,7 +53,7 @@ def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         check_out(host, request["code"], run.path)
     for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    attempt = run.attempt(int(request["attempt"]))
+    attempt = run.attempt(request["attempt"])
     for directory in (attempt.path, attempt.ranks, attempt.logs):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     run.cancel_file.unlink(missing_ok=True)
@@ -65,7 +74,7 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
     order = SupervisorOrder.from_json(request["order"])
     environment = inherited_environment() | {"PYTHONPATH": host.python_path(os.environ)} | request["variables"]
     process = start_supervisor(order, environment, answers=True)
-    host.hold(Hold(process, order.gang.token))
+    host.hold(Hold(process, order.run_dir))
     host.patience_s = request["patience_s"]
     answer = read_answer(process, order.gang.start_timeout_s)
     if answer is None:
@@ -75,92 +84,134 @@ def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
     return {"pid": process.pid, **answer}
 
 
-def release(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Release the supervisors of a run: they go on when this connection ends."""
-    holds = [hold for hold in host.find_held(Hold) if hold.token == request["token"]]
-    for hold in holds:
-        send(hold.process, {"detach": True})
-        host.release(hold)
-    return {"released": len(holds)}
-
-
 def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """Ask a run to stop (a checkpoint first), to report its stacks, or to end, by the files that supervisors watch.
 
-    `reason`: of an end; the id of the report.
+    `reason`: of an end; the id of the report. Or release its supervisors: they go on when this connection ends.
     """
-    run = RunDir(host.run_dir(request["name"]))
+    run, what = RunDir(host.run_dir(request["name"])), request["what"]
     if not run.path.is_dir():
         return {"found": False}
-    if request["what"] == "stop":
-        attempts = run.attempts()
-        if attempts:
-            request_stop(attempts[-1].stop_file, request["reason"])
-    elif request["what"] == "stacks":
-        attempts = run.attempts()
-        if attempts:
-            request_stacks(attempts[-1], request["reason"])
-    else:
+    if what == "release":
+        for hold in [hold for hold in host.find_held(Hold) if hold.run_dir == run.path]:
+            send(hold.process, {"detach": True})
+            host.release(hold)
+    elif what == "cancel":
         write_json(run.cancel_file, {"by": request["reason"], "time": time.time()}, exclusive=True)
+    elif attempts := run.attempts():
+        if what == "stop":
+            request_stop(attempts[-1].stop_file, request["reason"])
+        else:
+            request_stacks(attempts[-1], request["reason"])
     return {"found": True}
 
 
 def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """End every process of a run on this host; its supervisors have `patience_s` to do so themselves."""
-    found, left = end_run_here(request["token"], patience_s=request["patience_s"] or 0.0)
-    return {"ended": found - len(left), "left": left}
+    """End every process of the runs with these `tokens` on this host.
+
+    `patience_s`: how long their supervisors have to do so themselves; null: only runs that have no live supervisor,
+    guard or task are ended.
+    """
+    patience_s = request["patience_s"]
+    if patience_s is None:
+        ended = [end_left_over(token) for token in request["tokens"]]
+    else:
+        ended = [_end(token, patience_s) for token in request["tokens"]]
+    return {"ended": [dataclasses.asdict(each) for each in ended]}
 
 
-def beat(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Receive a heartbeat of the launcher."""
-    return {}
-
-
-def list_processes(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """List the live processes of runs on this host; `tokens`: of these runs only, null: of all."""
-    found = find_runs([host.root / "runs"], only=request["tokens"])
-    return {"runs": [dataclasses.asdict(run) for run in found]}
-
-
-def end_left_over_runs(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """End the processes of the runs with these tokens that have no live supervisor, guard or task."""
-    return {"ended": [dataclasses.asdict(end_left_over(token)) for token in request["tokens"]]}
-
-
-def list_old(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """List the directories of ended runs, snapshots and packages that are that old and not in use."""
-    found = find_stored(host.root, older_than_s=request["older_than_s"], in_use=[host.package.name])
-    return {"stored": dataclasses.asdict(found)}
-
-
-def remove_old(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Remove those of `places` that are still that old and not in use."""
-    removed = remove_stored(
-        host.root, request["places"], older_than_s=request["older_than_s"], in_use=[host.package.name]
-    )
-    return {"removed": [dataclasses.asdict(each) for each in removed]}
-
-
-def remove(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Remove the directories of ended runs: `runs` maps the name of each to its token."""
-    removed = [remove_run(host.run_dir(name), token) for name, token in request["runs"].items()]
-    return {"removed": [dataclasses.asdict(each) for each in removed]}
-
-
-OPERATIONS: dict[str, Operation] = {
-    "run.prepare": prepare,
-    "run.supervise": supervise,
-    "run.release": release,
-    "run.ask": ask,
-    "run.end": end,
-    "run.remove": remove,
-    "beat": beat,
-    "table.look": list_processes,
-    "table.end": end_left_over_runs,
-    "table.stored": list_old,
-    "table.remove": remove_old,
-}
+def _end(token: str, patience_s: float) -> Ended:
+    found, left = end_run_here(token, patience_s=patience_s)
+    return Ended(token=token, ended=found - len(left), left=tuple(map(str, left)))
 
 
 def _last_line(log: Path) -> str:
     return read_tail(log).rpartition("\n")[2].strip() or "it wrote nothing"
+
+
+def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """List the live processes of runs, and their files: path -> [size, time of the last change in ns].
+
+    `files` is null when they are those of the last list on this connection.
+    """
+    asked = {each["name"]: each["token"] for each in request["runs"]}
+    # Processes are listed first: the last one that exits has written its files before.
+    cookies = {read_cookie(process) for process in find_processes(*(f"{token}." for token in asked.values()))}
+    answers = {}
+    for name, token in asked.items():
+        run = RunDir(host.run_dir(name))
+        roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{token}.")}
+        files = dict(_files_of(run.path))
+        end_attempt, end = _newest_end(run, token)
+        answers[name] = {
+            "boot": boot_id(),
+            "alive": sorted(role for role in roles if role),
+            "has_run": run.path.is_dir(),
+            "end_attempt": end_attempt,
+            "end": end,
+            "files": None if host.listed.get(name) == files else files,
+        }
+        host.listed[name] = files
+    return {"runs": answers}
+
+
+def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
+    """Send pieces of files of the run `name`: of each of `parts` at most `limit` bytes from `offset` on.
+
+    The answer on each part: `length` sent, `size` and `mtime_ns` of the file; and `gone` when it cannot be read.
+    """
+    run = RunDir(host.run_dir(request["name"]))
+    answers, pieces, left = [], [], MAX_REPLY_BYTES
+    for part in request["parts"]:
+        facts, piece = _read_part(run, part, left)
+        answers.append(facts)
+        pieces.append(piece)
+        left -= len(piece)
+    return Reply(facts={"parts": answers}, chunks=pieces, size=sum(map(len, pieces)))
+
+
+def _newest_end(run: RunDir, token: str) -> tuple[int | None, dict[str, Any] | None]:
+    try:
+        attempts = run.attempts()
+    except OSError:
+        return None, None
+    for attempt in reversed(attempts):
+        end = read_json(attempt.end)
+        if end is None and (spooled := read_spooled(token, attempt.number)) is not None:
+            end = dataclasses.asdict(spooled)
+        if end is not None:
+            return attempt.number, end
+    return None, None
+
+
+def _files_of(root: Path) -> Iterator[tuple[str, list[int]]]:
+    for folder, folders, names in os.walk(root):
+        here = os.path.relpath(folder, root)
+        if here == ".":
+            folders[:] = _FOLDERS
+        for name in sorted(names):
+            if name.startswith(".") or (here == "." and name not in _FILES):
+                continue  # a file that is being written, or not the run's
+            try:
+                found = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield os.path.normpath(os.path.join(here, name)), [found.st_size, found.st_mtime_ns]
+
+
+def _read_part(run: RunDir, part: dict[str, Any], left: int) -> tuple[dict[str, Any], bytes]:
+    path = Path(part["path"])
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"not a file of a run: {part['path']!r}")
+    try:
+        descriptor = os.open(run.path / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return {"gone": True, "length": 0, "size": 0, "mtime_ns": 0}, b""
+    try:
+        found = os.fstat(descriptor)
+        data = os.pread(descriptor, min(part["limit"], left), part["offset"]) if left > 0 else b""
+    finally:
+        os.close(descriptor)
+    facts = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+    return facts, data

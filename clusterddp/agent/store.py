@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.agent.types import Body, Host, Operation, Reply
+from clusterddp.agent.host import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.code import link_or_copy
 from clusterddp.system.archive import unpack
@@ -37,15 +37,23 @@ _ABANDONED_S = 1800.0
 """How long nothing is written by an upload whose agent is dead: an agent ends by itself earlier."""
 
 
-def missing(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+def compare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any] | Reply:
+    """Return what is missing: whether code with a `sum`, or which entries of a listing of data for a `target`."""
+    if request["sum"] is None:
+        return _compare_data(open_place(host, request["target"] or ""), body)
+    missing, place = lacks_code(host, request["sum"]), str(find_code(host.root, request["sum"]))
+    return {"missing": missing, "place": place, "in_the_way": [], "stale": [], "stale_count": 0}
+
+
+def lacks_code(host: Host, digest: str) -> bool:
     """Return whether the code with this digest is missing or damaged here: it is read again to check that."""
-    code = find_code(host.root, request["sum"])
+    code = find_code(host.root, digest)
     os.listdir(code.parent)  # NFS may remember that it was missing, but asks when the directory is listed
-    is_here = has_digest(code, request["sum"])
+    is_here = has_digest(code, digest)
     if is_here:
         with contextlib.suppress(OSError):
             os.utime(code)  # gc removes old ones, and must not remove this one before a run has its copy
-    return {"missing": not is_here}
+    return not is_here
 
 
 def put(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -185,12 +193,11 @@ def open_place(host: Host, target: str) -> Place:
     return Place(path=path, record=record, known=known)
 
 
-def compare(host: Host, request: dict[str, Any], body: Body) -> Reply:
-    """Compare a listing (JSON) with what is at a target: return the numbers of its entries by verdict.
+def _compare_data(place: Place, body: Body) -> Reply:
+    """Compare a listing (JSON) with what is at a place: return the numbers of its entries by verdict.
 
     `changed` and `other` name what is there, too: hosts that share it name the same.
     """
-    place = open_place(host, request["target"])
     before = dict(place.known)
     numbers: dict[str, list[int]] = {"absent": [], "unsure": []}
     named: dict[str, dict[str, str]] = {"changed": {}, "other": {}}
@@ -210,11 +217,14 @@ def compare(host: Host, request: dict[str, Any], body: Body) -> Reply:
         place.save()
     stale = sorted(show(name) for name, known in place.known.items() if known.by_us and name not in names)
     answer = json.dumps(numbers | named).encode()
-    facts = {"place": show(os.fsencode(place.path)), "in_the_way": ways, "stale": stale[:3], "stale_count": len(stale)}
+    facts = {
+        "missing": bool(numbers["absent"]),
+        "place": show(os.fsencode(place.path)),
+        "in_the_way": ways,
+        "stale": stale[:3],
+        "stale_count": len(stale),
+    }
     return Reply(facts=facts, chunks=[answer], size=len(answer))
-
-
-OPERATIONS: dict[str, Operation] = {"store.missing": missing, "store.compare": compare, "store.put": put}
 
 
 def _put_data(place: Place, body: Body) -> dict[str, Any]:

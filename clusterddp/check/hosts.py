@@ -21,15 +21,14 @@ from clusterddp.facts.judge import (
 from clusterddp.facts.machine import Machine
 from clusterddp.launchers.ssh.network import GangNetwork, examine_network
 from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
-from clusterddp.launchers.ssh.sessions import HostSessions, try_host_sessions
 from clusterddp.network.choice import Findings
 from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
+from clusterddp.remote.session import Reply, Session
+from clusterddp.remote.sessions import HostSessions, ask_all, errors_of, try_host_sessions
 from clusterddp.run.leftovers import RunHere
-from clusterddp.ssh.fan import AT_ONCE, Fan
-from clusterddp.ssh.session import Reply, Session
-from clusterddp.ssh.sessions import ask_all
+from clusterddp.ssh.connections import AT_ONCE, Fan
 from clusterddp.system.units import format_bytes
 
 if TYPE_CHECKING:
@@ -80,13 +79,13 @@ def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> 
     needs = needs_of(plan)
     clocks = _read_clocks(sessions.by_host)
     runs = _find_runs(sessions.by_host)
-    machines = facts.machines
+    machines = {host: machine for host, machine in facts.items() if isinstance(machine, Machine)}
 
     def judge_locked(host: str) -> Result:
         return judge_locked_memory(machines[host], _RAISE_LOCKED, nccl=needs[host].nccl and len(needs) > 1)
 
     return [
-        *_judge_failures(facts.failed),
+        *_judge_failures(errors_of(facts)),
         Check(name="ssh", results={host: _judge_session(each, clocks) for host, each in sessions.by_host.items()}),
         Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
         *judge_hosts(machines, needs),
@@ -105,7 +104,7 @@ def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
         try:
             for _ in range(_ROUND_TRIPS):
                 started, before = time.time(), time.monotonic()
-                there = sessions[host].ask("facts.clock").facts["time"]
+                there = sessions[host].ask("beat").facts["time"]
                 passed = time.monotonic() - before
                 if best is None or passed < best.round_trip_s:
                     best = Clock(offset_s=there - (started + passed / 2), round_trip_s=passed)
@@ -120,7 +119,7 @@ def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
 
 def _find_runs(sessions: Mapping[str, Session]) -> dict[str, list[RunHere]]:
     """Find this user's runs on hosts; those that do not answer are left out."""
-    replies = ask_all(sessions, "table.look", {"tokens": None})
+    replies = ask_all(sessions, "host.list", {"tokens": None})
     return {host: reply.facts["runs"] for host, reply in replies.items() if isinstance(reply, Reply)}
 
 

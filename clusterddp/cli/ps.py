@@ -44,8 +44,8 @@ class Selection:
         Raises: UsageError: the run is on Slurm.
         """
         from clusterddp.look.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
+        from clusterddp.remote.session import HostAccess
         from clusterddp.spec.hosts import expand_all
-        from clusterddp.ssh.session import HostAccess
 
         root = self.root or DEFAULT_ROOT
         if self.hosts:

@@ -21,9 +21,9 @@ from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageErro
 from clusterddp.login.record import AT_LOGIN
 from clusterddp.planning.program import absent_notes, plan_program
 from clusterddp.remote.package import NO_PACKAGE, constant_command, package, ssh_argv
+from clusterddp.remote.session import HostAccess
 from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
-from clusterddp.ssh.session import HostAccess
 from clusterddp.system.archive import Archive
 from clusterddp.system.file_set import choose_files
 from clusterddp.wire import build, read_object

@@ -15,13 +15,12 @@ from typing import Any, TypeVar
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.planning.plan import read_plan_json
 from clusterddp.planning.ssh.plan import SshPlan
-from clusterddp.remote.package import package
+from clusterddp.remote.session import HostAccess, Session
+from clusterddp.remote.sessions import ask_all, open_sessions
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
-from clusterddp.ssh.session import HostAccess, Session
-from clusterddp.ssh.sessions import ask_all, open_sessions
 from clusterddp.system.files import build_record
 
 DEFAULT_ROOT = "~/.clusterddp"
@@ -71,32 +70,32 @@ class Hosts:
     def look(self, tokens: Collection[str] | None = None) -> dict[str, list[RunHere] | SshError]:
         """Find the live processes of runs on each host."""
         facts = {host: {"tokens": None if tokens is None else list(tokens)} for host in self._accesses}
-        replies = self._ask("table.look", facts)
+        replies = self._ask("host.list", facts)
         return _read(replies, lambda reply: reply["runs"])
 
     def end(self, tokens: Mapping[str, Sequence[str]]) -> dict[str, list[Ended] | SshError]:
         """End what is left over of these runs on these hosts."""
         longest = max(map(len, tokens.values()), default=0)
         facts = {host: {"tokens": list(of_host)} for host, of_host in tokens.items()}
-        replies = self._ask("table.end", facts, timeout_s=_TIMEOUT_S + longest * _END_TIMEOUT_S)
+        replies = self._ask("run.end", facts, timeout_s=_TIMEOUT_S + longest * _END_TIMEOUT_S)
         return _read(replies, lambda reply: reply["ended"])
 
     def stored(self, older_than_s: float) -> dict[str, Storage | SshError]:
         """Find the directories on each host that are that old and not needed by any run."""
-        facts = {host: {"older_than_s": older_than_s} for host in self._accesses}
-        replies = self._ask("table.stored", facts, timeout_s=_DISK_TIMEOUT_S)
+        facts = {host: {"tokens": [], "older_than_s": older_than_s} for host in self._accesses}
+        replies = self._ask("host.list", facts, timeout_s=_DISK_TIMEOUT_S)
         return _read(replies, lambda reply: reply["stored"])
 
     def remove(self, places: Mapping[str, Sequence[str]], older_than_s: float) -> dict[str, list[Removed] | SshError]:
         """Remove these places on these hosts."""
         facts = {host: {"places": list(of_host), "older_than_s": older_than_s} for host, of_host in places.items()}
-        replies = self._ask("table.remove", facts, timeout_s=_DISK_TIMEOUT_S)
+        replies = self._ask("host.remove", facts, timeout_s=_DISK_TIMEOUT_S)
         return _read(replies, lambda reply: reply["removed"])
 
     def remove_runs(self, runs: Mapping[str, Mapping[str, str]]) -> dict[str, list[Removed] | SshError]:
         """Remove directories of runs; `runs`: for each host, their names there and their tokens."""
         replies = self._ask(
-            "run.remove", {host: {"runs": dict(own)} for host, own in runs.items()}, timeout_s=_DISK_TIMEOUT_S
+            "host.remove", {host: {"runs": dict(own)} for host, own in runs.items()}, timeout_s=_DISK_TIMEOUT_S
         )
         return _read(replies, lambda reply: reply["removed"])
 
@@ -123,7 +122,7 @@ class Hosts:
         self, do: str, facts: Mapping[str, Mapping[str, Any]], timeout_s: float
     ) -> dict[str, dict[str, Any] | SshError]:
         new = [self._accesses[host] for host in facts if host not in self._sessions]
-        self._sessions |= open_sessions(new, environ=self._environ, package=package()) if new else {}
+        self._sessions |= open_sessions(new, environ=self._environ) if new else {}
         results = {host: self._sessions[host] for host in facts}
         sessions = {host: session for host, session in results.items() if isinstance(session, Session)}
         replies = ask_all(sessions, do, facts.__getitem__, timeout_s=timeout_s) if sessions else {}

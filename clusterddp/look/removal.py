@@ -23,8 +23,8 @@ from clusterddp.run.usage import Usage, expires_at, measure_run
 from clusterddp.run.view import RunState, RunView
 
 if TYPE_CHECKING:
+    from clusterddp.remote.session import HostAccess
     from clusterddp.results.host_run import HostRun
-    from clusterddp.ssh.session import HostAccess
 
 _HOSTS_TIMEOUT_S = 6.0
 """How long the hosts of runs that have not ended may take to answer."""

@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import clusterddp
-from clusterddp.remote.answers import ANSWERS, HELLO
-from clusterddp.ssh.session import HostAccess, Package
+from clusterddp.remote.session import HostAccess, Package
 from clusterddp.system.templates import list_templates, read_template
 
 NO_PACKAGE = 86
@@ -42,8 +41,6 @@ def package() -> Package:
         boot=(home / "agent" / "boot.py").read_bytes(),
         sha256=hashlib.sha256(data).hexdigest(),
         data=data,
-        hello=HELLO,
-        answers=ANSWERS,
     )
 
 

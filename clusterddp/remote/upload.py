@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
-from clusterddp.ssh.fan import AT_ONCE, Fan
-from clusterddp.ssh.session import Session, Upload
-from clusterddp.ssh.sessions import raise_for
+from clusterddp.remote.session import Session, Upload
+from clusterddp.remote.sessions import raise_for
+from clusterddp.ssh.connections import AT_ONCE, Fan
 from clusterddp.system.archive import Archive
 from clusterddp.system.file_set import FileSet, choose_files, leads_out, list_files, show, to_json
 from clusterddp.wire import build, read_object
@@ -110,7 +110,7 @@ def upload_code(uploader: Uploader, digest: str, list_code: Callable[[], FileSet
         nonlocal archive
 
         def is_missing(host: str) -> bool:
-            reply = uploader.sessions[host].ask("store.missing", {"sum": digest}, timeout_s=UPLOAD_TIMEOUT_S)
+            reply = uploader.sessions[host].ask("store.compare", {"sum": digest}, timeout_s=UPLOAD_TIMEOUT_S)
             return bool(reply.facts["missing"])
 
         needy = [host for host, missing in uploader.at_all(hosts, is_missing).items() if missing]
@@ -180,7 +180,7 @@ class Uploader:
     def at_all(self, hosts: Iterable[str], function: Callable[[str], _Result]) -> dict[str, _Result]:
         """Call a function for hosts, many at a time.
 
-        The caller sends heartbeats to those that wait (launchers/ssh/sessions.py).
+        The caller sends heartbeats to those that wait (remote/sessions.py).
         Raises: ClusterddpError, SshError, PreflightError: of the hosts for which it failed.
         """
         asked = list(hosts)

@@ -25,7 +25,7 @@ from clusterddp.system.files import MAX_RECORD_BYTES, sync_directory, write_byte
 from clusterddp.wire import read_object
 
 if TYPE_CHECKING:
-    from clusterddp.remote.answers import Part
+    from clusterddp.agent.operations import Piece
 
 ASK_TIMEOUT_S = 10.0
 """How long a host may send no byte."""
@@ -137,13 +137,13 @@ def download(session: Asks, host_run: HostRun, files: Mapping[str, Listed], repo
 
 def _read_parts(
     session: Asks, run_name: str, parts: list[dict[str, Any]]
-) -> Iterable[tuple[dict[str, Any], Part, bytes]]:
+) -> Iterable[tuple[dict[str, Any], Piece, bytes]]:
     """Request pieces of files of a run; yield for each the request, the host's answer, and the bytes.
 
     Raises: SshError.
     """
-    reply = session.ask("results.read", {"name": run_name, "parts": parts}, timeout_s=ASK_TIMEOUT_S)
-    answers: list[Part] = reply.facts["parts"]
+    reply = session.ask("run.read", {"name": run_name, "parts": parts}, timeout_s=ASK_TIMEOUT_S)
+    answers: list[Piece] = reply.facts["parts"]
     if len(answers) != len(parts) or sum(answer["length"] for answer in answers) != len(reply.data):
         raise NonsenseError(session.host, f"{len(answers)} parts of {len(parts)}, with {len(reply.data):,} bytes")
     begin = 0
@@ -184,7 +184,7 @@ def _append(session: Asks, run_name: str, copies: Mapping[str, _Copy], *, max_by
     return is_whole or received_bytes == 0
 
 
-def _append_part(host: str, part: Mapping[str, Any], answer: Part, data: bytes, copy: _Copy) -> str:
+def _append_part(host: str, part: Mapping[str, Any], answer: Piece, data: bytes, copy: _Copy) -> str:
     """Write a piece; return `more`, `done`, or `short`: the next listing shows what is left."""
     if copy.exact and (answer["gone"] or (answer["size"], answer["mtime_ns"]) != tuple(copy.listed)):
         copy.place.unlink(missing_ok=True)

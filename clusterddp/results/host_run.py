@@ -25,7 +25,7 @@ from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.ssh.plan import SshNode, SshPlan
-    from clusterddp.ssh.session import HostAccess
+    from clusterddp.remote.session import HostAccess
 
 Listed = tuple[int, int]
 """A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""

@@ -33,11 +33,11 @@ from clusterddp.results.host_run import (
 from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import HostReport
-from clusterddp.ssh.fan import EACH_S
+from clusterddp.ssh.connections import EACH_S
 
 if TYPE_CHECKING:
-    from clusterddp.remote.session_pool import Open, SessionPool, Work
-    from clusterddp.ssh.session import HostAccess
+    from clusterddp.remote.session import HostAccess
+    from clusterddp.remote.sessions import Open, SessionPool, Work
 
 FIRST_ANSWER_S = 12.0
 """How long the first answers may take; they include the time to connect."""
@@ -89,7 +89,7 @@ class Synchroniser:
                 self._host_runs.setdefault(access, []).append(host_run)
         self._sessions: SessionPool | None = None
         if self._host_runs:
-            from clusterddp.remote.session_pool import Opener, SessionPool  # loads paramiko
+            from clusterddp.remote.sessions import Opener, SessionPool  # loads paramiko
 
             self._sessions = SessionPool(open_session or Opener(environ))
         self._wants = Wants()
@@ -229,7 +229,7 @@ class Synchroniser:
     def _ask_host(self, access: HostAccess, host_runs: list[HostRun], session: Asks) -> list[_Result]:
         """Ask a host for what is new of runs, and download it; runs in the host's own thread."""
         asked = [{"name": each.name, "token": each.token} for each in host_runs]
-        reply = session.ask("results.list", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
+        reply = session.ask("run.look", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
         results = []
         for host_run in host_runs:
             answer = reply.facts["runs"].get(host_run.name)

@@ -48,17 +48,19 @@ class Answering:
 
 
 def _session(answer: Callable[[bytes], bytes]) -> Any:
-    from clusterddp.remote.answers import ANSWERS
-    from clusterddp.ssh.session import Session
+    from clusterddp.remote.session import Session
 
     channel = Answering(answer)
-    return Session(host="gpu01", connection=channel, channel=channel, answers=ANSWERS)  # type: ignore[arg-type]
+    return Session(host="gpu01", connection=channel, channel=channel)  # type: ignore[arg-type]
 
 
 def answers() -> Target:
-    from clusterddp.remote.answers import ANSWERS, HELLO
+    from clusterddp.agent.operations import HELLO, OPERATIONS
 
-    examples = [Example(value={"ok": True, "size": 0, **_object(keys)}, what=do) for do, keys in ANSWERS.items()]
+    examples = [
+        Example(value={"ok": True, "size": 0, **_object(operation.answer)}, what=do)
+        for do, operation in OPERATIONS.items()
+    ]
     examples += [
         Example(value={"ok": False, "error": "no", "hint": None}, what="beat"),
         Example(value={"ok": True, **_object(HELLO)}),
@@ -100,7 +102,7 @@ def value_of(kind: Any) -> Any:  # noqa: PLR0911  one return for each kind of ty
 
 def mirrored(root: Path) -> Target:
     """Download a run from a host whose real answers are mutated on their way."""
-    from clusterddp.agent.types import Host
+    from clusterddp.agent.host import Host
     from clusterddp.look.status import read_status
     from clusterddp.results.download import download
     from clusterddp.results.host_run import HostRun, Wants, newest_attempt, report_of, update_reports
@@ -144,7 +146,7 @@ def mirrored(root: Path) -> Target:
             is_head=True, fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
         asks = [{"name": host_run.name, "token": TOKEN}]
-        listed = session.ask("results.list", {"runs": asks}).facts["runs"].get(host_run.name)
+        listed = session.ask("run.look", {"runs": asks}).facts["runs"].get(host_run.name)
         if listed is None:
             return
         host_run = host_run.wanting_from(newest_attempt(run, listed["files"] or {}))
@@ -178,27 +180,26 @@ def requests(root: Path) -> Target:
     """Ask the agent, as a launcher of the same user does; it may receive any place of that user."""
     import json
 
-    from clusterddp.agent.types import Host
+    from clusterddp.agent.host import Host
 
     name, sum_ = "asked.01234567", "0" * 64
     part = {"path": "metrics.jsonl", "offset": 0, "limit": 100}
     gang = make_gang().to_json()
     requests: list[dict[str, Any]] = [
         {"do": "beat"},
-        {"do": "facts.clock"},
-        {"do": "results.list", "runs": [{"name": name, "token": TOKEN}]},
-        {"do": "results.read", "name": name, "parts": [part, part]},
+        {"do": "host.list", "tokens": [TOKEN], "older_than_s": 1e9},
+        {"do": "host.remove", "places": ["runs/x"], "older_than_s": 1e9},
+        {"do": "host.remove", "runs": {"x.0123abcd": TOKEN}},
+        {"do": "run.look", "runs": [{"name": name, "token": TOKEN}]},
+        {"do": "run.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},
         {"do": "run.ask", "name": name, "what": "cancel", "reason": "by hand"},
         {"do": "run.ask", "name": name, "what": "stacks", "reason": "1795600000-0a1b2c"},
-        {"do": "run.release", "token": TOKEN},
-        {"do": "store.missing", "sum": sum_},
-        {"do": "store.put", "sum": sum_, "size": 3},
+        {"do": "run.ask", "name": name, "what": "release", "reason": ""},
+        {"do": "store.compare", "sum": sum_},
         {"do": "store.compare", "target": "~/data", "size": 2},
-        {"do": "table.stored", "older_than_s": 1e9},
-        {"do": "table.remove", "places": ["runs/x"], "older_than_s": 1e9},
-        {"do": "run.remove", "runs": {"x.0123abcd": TOKEN}},
+        {"do": "store.put", "sum": sum_, "size": 3},
     ]
     host = Host(root=root / "asked", package=root, patience_s=600)
     make_run(host.root / "runs", name)

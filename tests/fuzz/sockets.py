@@ -196,8 +196,8 @@ def _joining() -> Iterator[Target]:
 
 
 def _probed() -> Target:
-    from clusterddp.agent.probe import PROBE, Try
-    from clusterddp.agent.probe import Target as Address
+    from clusterddp.agent.network import PROBE, Try
+    from clusterddp.agent.operations import Target as Address
 
     def read_answer(what: Any, data: bytes, rng: random.Random) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
@@ -207,7 +207,7 @@ def _probed() -> Target:
             attempt._attempt._connection = connection_with(data, PROBE, "client")
             attempt.go_on()
             attempt.close()
-            attempt.facts()
+            attempt.result(0)
 
     answer = {"kind": "here", "name": "gpu01", "seen": "10.0.0.2", "padding": " " * 99}
     return Target(name="who answers at an address", examples=[Example(value=answer)], read=read_answer)

@@ -20,12 +20,11 @@ from typing import Any
 from clusterddp.errors import SshError
 from clusterddp.planning.seal import sealed
 from clusterddp.planning.ssh.plan import SshNode, SshPlan, directory_name
-from clusterddp.remote.answers import ANSWERS
+from clusterddp.remote.session import HostAccess, Reply, Session
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
-from clusterddp.ssh.session import HostAccess, Reply, Session
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import make_gang, rank_record
 from tests.support.paths import ROOT as PACKAGE
@@ -63,7 +62,7 @@ class AgentSession(Session):
 
     def __init__(self, host: str, root: Path, before_ask: Callable[[str], object]) -> None:
         channel, theirs = make_channel()
-        super().__init__(host=host, connection=Connection(), channel=channel, answers=ANSWERS)
+        super().__init__(host=host, connection=Connection(), channel=channel)
         self.before_ask = before_ask
         self.asked: list[str] = []
         with theirs:

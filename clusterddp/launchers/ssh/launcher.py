@@ -17,12 +17,13 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.launchers.ssh.network import settle_network
 from clusterddp.launchers.ssh.preflight import preflight
-from clusterddp.launchers.ssh.sessions import Heartbeats, HostSessions, each, open_host_sessions
 from clusterddp.planning.command_lines import EXEC_MODULE
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.ssh.plan import directory_name
 from clusterddp.remote.package import ssh_argv
+from clusterddp.remote.session import Session
+from clusterddp.remote.sessions import Heartbeats, HostSessions, ask_all, each, open_host_sessions
 from clusterddp.remote.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Report, Started, no_report
@@ -31,8 +32,6 @@ from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
 from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder
-from clusterddp.ssh.session import Session
-from clusterddp.ssh.sessions import ask_all
 from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import spell_busy
 
@@ -89,7 +88,8 @@ class SshLauncher:
                 job_id = _start(run, attempt, sessions, self._environ, report)
             if plan.ssh is not None and plan.ssh.attached:
                 return Started(job_id, connections=Heartbeats(sessions))
-            sessions.ask_all("run.release", {"token": plan.token})
+            name = directory_name(plan.run, plan.token)
+            sessions.ask_all("run.ask", {"name": name, "what": "release", "reason": ""})
         except BaseException as error:
             with contextlib.suppress(ClusterddpError):
                 _undo_start(sessions, interrupted=isinstance(error, KeyboardInterrupt))
@@ -214,7 +214,7 @@ def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt
     plan, head = sessions.plan, sessions.plan.gang.nodes[0].host
     name = directory_name(plan.run, plan.token)
     try:
-        facts = sessions.of_node(0).ask("results.list", {"runs": [{"name": name, "token": plan.token}]}).facts
+        facts = sessions.of_node(0).ask("run.look", {"runs": [{"name": name, "token": plan.token}]}).facts
     except SshError:
         return error
     listed = facts["runs"].get(name)
@@ -246,7 +246,7 @@ def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
     if interrupted:
         name = directory_name(plan.run, plan.token)
         sessions.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
-    sessions.ask_willing("run.end", {"token": plan.token, "patience_s": _END_PATIENCE_S if interrupted else 0.0})
+    sessions.ask_willing("run.end", {"tokens": [plan.token], "patience_s": _END_PATIENCE_S if interrupted else 0.0})
 
 
 def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, run: str) -> dict[int, Grant]:
@@ -265,7 +265,7 @@ def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, ru
 
     grants = {node: Grant() for node in sessions}
     busy = []
-    for host, reply in ask_all(by_host, "gpus.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
+    for host, reply in ask_all(by_host, "host.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
         if isinstance(reply, SshError):
             raise reply
         if reply.facts["gpus"] is None:
@@ -347,10 +347,11 @@ def _ask(run: RunDir, what: str, environ: Mapping[str, str], sync: Synchroniser,
 def _end(run: RunDir, environ: Mapping[str, str], *, patience_s: float, all_needed: bool) -> int:
     plan = read_plan(run)
     with open_host_sessions(plan, environ, all_needed=all_needed) as sessions:
-        facts = {"token": plan.token, "patience_s": patience_s}
+        facts = {"tokens": [plan.token], "patience_s": patience_s}
         replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
-    left = {host: reply.facts["left"] for host, reply in replies.items() if reply.facts["left"]}
+    ended = {host: ended for host, reply in replies.items() for ended in reply.facts["ended"]}
+    left = [f"{', '.join(each.left)} on {host}" for host, each in ended.items() if each.left]
     if left:
-        listing = "; ".join(f"{', '.join(map(str, pids))} on {host}" for host, pids in left.items())
+        listing = "; ".join(left)
         raise ClusterddpError(f"{run.name}: processes that cannot be killed: {listing}")
-    return sum(reply.facts["ended"] for reply in replies.values())
+    return sum(each.ended for each in ended.values())

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from clusterddp.errors import NetworkError, PreflightError, SshError
-from clusterddp.network.choice import Findings, HostNetwork, Probe, choose_network, plan_probes, usable_addresses
+from clusterddp.network.choice import Findings, choose_network, plan_probes, usable_addresses
 from clusterddp.network.explanation import diagnose, explain_choice, warn_of_choice, warn_of_missing_interfaces
 from clusterddp.network.interface import loopback
+from clusterddp.remote.session import Reply, Session
+from clusterddp.remote.sessions import ask_all, raise_for
 from clusterddp.run.gang import Gang
-from clusterddp.ssh.session import Reply, Session
-from clusterddp.ssh.sessions import ask_all, raise_for
 
 PROBE_S = 2.0
 """How long a host tries to reach others: enough to resend one lost packet."""
@@ -117,8 +118,9 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
         return {"nonce": nonce, "name": host, **head}
 
     try:
-        listening = _all_or_raise(ask_all(by_host, "net.listen", listen))
-        findings = Findings(hosts=tuple(HostNetwork(host=host, **listening[host].facts) for host in hosts), probes=())
+        listening = _all_or_raise(ask_all(by_host, "host.listen", listen))
+        networks = [dataclasses.replace(listening[host].facts["network"], host=host) for host in hosts]
+        findings = Findings(hosts=tuple(networks), probes=())
         if findings.on_one_machine:
             return findings
         planned = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))
@@ -129,13 +131,18 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
                 {"target": target, "address": address, "port": port, "name": hosts[target]}
                 for target, address, port in planned[host]
             ]
-            return {"nonce": nonce, "targets": targets, "names": names, "within_s": within_s}
+            source = hosts.index(host)
+            return {"nonce": nonce, "source": source, "targets": targets, "names": names, "within_s": within_s}
 
-        tried = _all_or_raise(ask_all(by_host, "net.probe", probe))
+        tried = _all_or_raise(ask_all(by_host, "host.probe", probe))
     finally:
         with contextlib.suppress(SshError):
-            ask_all(by_host, "net.close")
-    probes = [Probe(source=place, **each) for place, host in enumerate(hosts) for each in tried[host].facts["probes"]]
+            ask_all(by_host, "host.listen", {"nonce": None, "name": ""})
+    probes = [
+        dataclasses.replace(each, source=place)
+        for place, host in enumerate(hosts)
+        for each in tried[host].facts["probes"]
+    ]
     slow = [(place, address) for place, host in enumerate(hosts) for address in tried[host].facts["slow_names"]]
     return Findings(hosts=findings.hosts, probes=tuple(probes), slow_names=tuple(slow))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, SshError
@@ -12,24 +11,16 @@ from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.planning.program import TRAINER
+from clusterddp.remote.session import Reply, Session
+from clusterddp.remote.sessions import ask_all
 from clusterddp.spec.image_sets import GENERATED
-from clusterddp.ssh.session import Reply, Session
-from clusterddp.ssh.sessions import ask_all
 
 if TYPE_CHECKING:
-    from clusterddp.launchers.ssh.sessions import HostSessions
     from clusterddp.planning.plan import Plan
+    from clusterddp.remote.sessions import HostSessions
 
-_GPU_TIMEOUT_S = 60.0
+_TIMEOUT_S = 60.0
 """Long, because nvidia-smi may have to wake every GPU."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class HostFacts:
-    """The facts of hosts; `failed` has the errors of hosts that reported some facts or none."""
-
-    machines: dict[str, Machine] = field(default_factory=dict)
-    failed: dict[str, SshError] = field(default_factory=dict)
 
 
 def preflight(plan: Plan, sessions: HostSessions) -> None:
@@ -39,10 +30,12 @@ def preflight(plan: Plan, sessions: HostSessions) -> None:
     not answer.
     """
     facts = ask_hosts(plan, sessions.by_host)
-    for error in facts.failed.values():
-        raise error
-    # The lease decides whether GPUs are free: it waits for a run that is ending.
-    machines = {host: dataclasses.replace(machine, busy_gpus={}) for host, machine in facts.machines.items()}
+    machines = {}
+    for host, machine in facts.items():
+        if isinstance(machine, SshError):
+            raise machine
+        # The lease decides whether GPUs are free: it waits for a run that is ending.
+        machines[host] = dataclasses.replace(machine, busy_gpus={})
     raise_reds(plan.name, list(reds_of(judge_hosts(machines, needs_of(plan)))))
 
 
@@ -56,30 +49,18 @@ def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
         raise PreflightError("\n  ".join([f"{name} cannot start:", *lines]))
 
 
-def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> HostFacts:
+def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> dict[str, Machine | SshError]:
     """Read the facts of all hosts at once; `thorough`: also those that never prevent a start."""
     needs = needs_of(plan)
     data_dir = data_dir_of(plan)
 
     def question(host: str) -> dict[str, object]:
-        with_driver = thorough and needs[host].num_gpus > 0
-        return {"variables": plan.gang.env, "data_dir": data_dir, "with_driver": with_driver}
+        has_gpus = needs[host].num_gpus > 0
+        asked = {"with_gpus": has_gpus or thorough, "with_driver": has_gpus and thorough}
+        return {"variables": plan.gang.env, "data_dir": data_dir, **asked}
 
-    facts = HostFacts()
-    for host, reply in ask_all(sessions, "facts.machine", question).items():
-        if isinstance(reply, Reply):
-            facts.machines[host] = reply.facts["facts"]
-        else:
-            facts.failed[host] = reply
-    with_gpus = {host: sessions[host] for host in facts.machines if needs[host].num_gpus or thorough}
-    for host, reply in ask_all(with_gpus, "gpus.look", timeout_s=_GPU_TIMEOUT_S).items():
-        if isinstance(reply, Reply):
-            facts.machines[host] = dataclasses.replace(
-                facts.machines[host], gpus=tuple(reply.facts["gpus"]), busy_gpus=reply.facts["busy"]
-            )
-        else:
-            facts.failed[host] = reply
-    return facts
+    replies = ask_all(sessions, "host.facts", question, timeout_s=_TIMEOUT_S)
+    return {host: reply.facts["facts"] if isinstance(reply, Reply) else reply for host, reply in replies.items()}
 
 
 def needs_of(plan: Plan) -> dict[str, Needs]:

@@ -13,10 +13,10 @@ from clusterddp.errors import UsageError
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
+    from clusterddp.remote.session import HostAccess
     from clusterddp.spec.hosts import Share
     from clusterddp.spec.model import JobSpec
     from clusterddp.spec.ssh_section import SshPython
-    from clusterddp.ssh.session import HostAccess
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,7 +73,7 @@ class SshPlan:
 
     def accesses(self) -> list[HostAccess]:
         """Return how to reach each host, in the order of the nodes."""
-        from clusterddp.ssh.session import HostAccess
+        from clusterddp.remote.session import HostAccess
 
         names = ("host", "python", "venv", "conda", "modules", "host_key")
         return [HostAccess(root=self.root, **{name: getattr(node, name) for name in names}) for node in self.hosts]

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SshError
-from clusterddp.remote.answers import ANSWERS
+from clusterddp.remote import session as session_module
+from clusterddp.remote.session import HostAccess, Session
 from clusterddp.run.host_reports import read_reports
-from clusterddp.ssh import session as session_module
-from clusterddp.ssh.session import HostAccess, Session
 from clusterddp.system.files import write_json
 from tests.support.agent_hosts import Connection, Hosts, make_channel, running_hosts
 
@@ -40,7 +39,7 @@ def hostile_session(answer: Answer, host: str = "gpu01") -> Session:
                 theirs.sendall(answer(json.loads(line)))
 
     threading.Thread(target=serve, daemon=True).start()
-    return Session(host=host, connection=Connection(), channel=channel, answers=ANSWERS)
+    return Session(host=host, connection=Connection(), channel=channel)
 
 
 def say(data: bytes = b"", **words: Any) -> bytes:
@@ -66,7 +65,7 @@ def say(data: bytes = b"", **words: Any) -> bytes:
 def test_nonsense_is_an_error_of_that_host_which_is_then_left(answer: bytes) -> None:
     session = hostile_session(lambda request: answer)
     with pytest.raises(SshError, match="gpu01: ask: the answer of its agent is invalid") as error:
-        session.ask("results.read", timeout_s=5)
+        session.ask("run.read", timeout_s=5)
     assert error.value.dropped
     with pytest.raises(SshError):
         session.ask("beat", timeout_s=5)
@@ -93,10 +92,10 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question() -> None:
 
     session = hostile_session(late)
     with pytest.raises(SshError, match=r"no answer within 0\.1 s"):
-        session.ask("facts.clock", timeout_s=0.1)
+        session.ask("beat", timeout_s=0.1)
     time.sleep(0.6)
     with pytest.raises(SshError):
-        session.ask("facts.clock", timeout_s=0.1)
+        session.ask("beat", timeout_s=0.1)
 
 
 def listed(files: dict[str, list[int]]) -> dict[str, Any]:
@@ -108,9 +107,9 @@ def answering(hosts: Hosts, files: dict[str, list[int]], read: Answer) -> Answer
     """Answer as a host does that has these files and sends of them what `read` makes."""
 
     def answer(request: dict[str, Any]) -> bytes:
-        if request["do"] == "results.list":
+        if request["do"] == "run.look":
             return say(runs={run["name"]: listed(files) for run in request["runs"]})
-        return read(request) if request["do"] == "results.read" else say()
+        return read(request) if request["do"] == "run.read" else say()
 
     return answer
 

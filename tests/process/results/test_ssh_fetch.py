@@ -113,7 +113,7 @@ def test_a_checkpoint_whose_copy_was_cut_off_goes_on_where_it_was(hosts: Hosts) 
     partial = hosts.run.checkpoints / f".{name}.pt.{data.stat().st_mtime_ns}.part"
     partial.write_bytes(data.read_bytes()[: 3 * PIECE_BYTES])
     hosts.fetch()
-    reads = [session.asked.count("results.read") for session in hosts.sessions if session.host == "gpu01"]
+    reads = [session.asked.count("run.read") for session in hosts.sessions if session.host == "gpu01"]
     assert (hosts.run.checkpoints / data.name).read_bytes() == data.read_bytes()
     assert reads == [5]  # records, the end, the manifest, two pieces
 

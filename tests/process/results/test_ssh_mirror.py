@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.agent import results as host_results
+from clusterddp.agent import runs as host_runs
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
@@ -181,7 +181,7 @@ def test_what_has_not_changed_is_not_asked_for_again(hosts: Hosts) -> None:
         sync.update_logs()
     asked = [session.asked for session in hosts.sessions if session.host == "gpu01"]
     sync.close()
-    assert asked[0][-1] == "results.list"
+    assert asked[0][-1] == "run.look"
 
 
 def test_a_host_that_is_down_hides_no_other(hosts: Hosts) -> None:
@@ -320,7 +320,7 @@ def test_a_host_that_is_down_is_named_when_others_are_asked(hosts: Hosts) -> Non
     sync = hosts.sync()
     answers = sync.ask_hosts(hosts.run, "beat", {})
     sync.close()
-    assert (answers["gpu01"], str(answers["gpu02"])) == ({}, "gpu02: connect: timed out")
+    assert (list(answers["gpu01"]), str(answers["gpu02"])) == (["time"], "gpu02: connect: timed out")
 
 
 def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
@@ -349,9 +349,9 @@ def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
 
 def test_a_host_looks_through_its_processes_once_for_all_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks: list[tuple[str, ...]] = []
-    monkeypatch.setattr(host_results, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
+    monkeypatch.setattr(host_runs, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
     host = SimpleNamespace(run_dir=lambda name: tmp_path / name, listed={})
     runs = [{"name": f"run-{number}", "token": str(number) * 32} for number in (1, 2, 1, 2)]
-    listed = host_results.list_files(host, {"runs": runs}, None)  # type: ignore[arg-type]
+    listed = host_runs.look(host, {"runs": runs}, None)  # type: ignore[arg-type]
     assert looks == [(f"{'1' * 32}.", f"{'2' * 32}.")]
     assert list(listed["runs"]) == ["run-1", "run-2"]

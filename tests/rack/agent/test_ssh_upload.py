@@ -28,15 +28,14 @@ UPLOAD = """
 import json, os, sys, time
 from pathlib import Path
 from clusterddp.errors import ClusterddpError
-from clusterddp.remote.package import package
 from clusterddp.remote.upload import upload_run
-from clusterddp.ssh.session import HostAccess
-from clusterddp.ssh.sessions import open_sessions
+from clusterddp.remote.session import HostAccess
+from clusterddp.remote.sessions import open_sessions
 order = json.loads(sys.argv[1])
 code = Path(order["run"]) / "code"
 code = code.resolve() if code.is_symlink() else None
 accesses = [HostAccess(host=host, root=root, python=sys.executable) for host, root in order["hosts"].items()]
-sessions = open_sessions(accesses, environ=os.environ, package=package())
+sessions = open_sessions(accesses, environ=os.environ)
 watched = []
 def watch(progress):
     watched.append([str(progress), progress.sent_bytes, progress.total_bytes])

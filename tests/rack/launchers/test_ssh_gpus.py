@@ -27,13 +27,12 @@ LAUNCHER = """
 import contextlib, json, os, sys
 from clusterddp.errors import PreflightError
 from clusterddp.launchers.ssh.launcher import lease_gpus
-from clusterddp.remote.package import package
-from clusterddp.ssh.session import HostAccess
-from clusterddp.ssh.sessions import open_sessions
+from clusterddp.remote.session import HostAccess
+from clusterddp.remote.sessions import open_sessions
 order = json.loads(sys.argv[1])
 names = [name.split()[0] for name in order["gpus"]]
 accesses = [HostAccess(host=host, venv=order["venv"]) for host in dict.fromkeys(names)]
-sessions = open_sessions(accesses, environ=os.environ, package=package())
+sessions = open_sessions(accesses, environ=os.environ)
 say = lambda **words: print(json.dumps(words), flush=True)
 say(pid=os.getpid())
 nodes = dict(enumerate(sessions[name] for name in names))

@@ -31,12 +31,11 @@ SETTLE = """
 import json, os, sys
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.ssh.network import choose, probe_network, settle_network
-from clusterddp.remote.package import package
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.ssh.session import HostAccess
-from clusterddp.ssh.sessions import open_sessions
+from clusterddp.remote.session import HostAccess
+from clusterddp.remote.sessions import open_sessions
 accesses = [HostAccess(host=host) for host in sys.argv[1:]]
-sessions = open_sessions(accesses, environ=os.environ, package=package())
+sessions = open_sessions(accesses, environ=os.environ)
 for line in sys.stdin:
     order = json.loads(line)
     nodes = tuple(Node(node_rank=number, host=host, ranks=(number,)) for number, host in enumerate(order["hosts"]))

@@ -30,7 +30,7 @@ SLEEPER = ("sleep", "600")
 LOSES_ITS_CONNECTION = """
 import os, sys
 from clusterddp.look.ps import Hosts
-from clusterddp.ssh.session import HostAccess
+from clusterddp.remote.session import HostAccess
 with Hosts([HostAccess(host="node1")], os.environ) as hosts:
     hosts.look()
     hosts._sessions["node1"].connection.close()

@@ -14,8 +14,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.agent.store import _ABANDONED_S, OPERATIONS, check_out, staging
-from clusterddp.agent.types import Body, Host, Reply
+from clusterddp.agent.host import Body, Host, Reply
+from clusterddp.agent.main import HANDLERS
+from clusterddp.agent.store import _ABANDONED_S, check_out, staging
 from clusterddp.errors import ClusterddpError
 from clusterddp.system.archive import Archive
 from clusterddp.system.file_set import list_files, to_json
@@ -51,7 +52,7 @@ def target(tmp_path: Path) -> Path:
 
 
 def ask(host: Host, do: str, body: bytes = b"", **facts: Any) -> dict[str, Any]:
-    answer = OPERATIONS[do](host, {"sum": None, "target": None} | facts, Body(io.BytesIO(body), len(body)))
+    answer = HANDLERS[do](host, {"sum": None, "target": None} | facts, Body(io.BytesIO(body), len(body)))
     return answer.facts | json.loads(b"".join(answer.chunks)) if isinstance(answer, Reply) else answer
 
 
@@ -80,6 +81,10 @@ def put_code(host: Host, root: Path) -> Path:
     digest = list_files(root).digest()
     ask(host, "store.put", archive_of(root), sum=digest)
     return host.root / "code" / digest
+
+
+def is_missing(host: Host, digest: str) -> bool:
+    return bool(ask(host, "store.compare", sum=digest)["missing"])
 
 
 def put_data(host: Host, root: Path, target: Path) -> None:
@@ -121,13 +126,13 @@ def test_a_snapshot_keeps_its_executable_bits(host: Host, source: Path) -> None:
 
 def test_a_snapshot_that_is_there_is_not_missing(host: Host, source: Path) -> None:
     digests = [put_code(host, source).name, "0" * 64]
-    assert [ask(host, "store.missing", sum=digest) for digest in digests] == [{"missing": False}, {"missing": True}]
+    assert [is_missing(host, digest) for digest in digests] == [False, True]
 
 
 def test_a_snapshot_that_is_asked_for_is_no_old_one(host: Host, source: Path) -> None:
     code = put_code(host, source)
     os.utime(code, (0, 0))
-    ask(host, "store.missing", sum=code.name)
+    is_missing(host, code.name)
     assert code.stat().st_mtime > 0
 
 
@@ -135,9 +140,9 @@ def test_a_damaged_snapshot_is_missing_and_gets_replaced(host: Host, source: Pat
     code = put_code(host, source)
     (code / "train.py").chmod(0o600)
     (code / "train.py").write_text("print('changed')\n")
-    assert ask(host, "store.missing", sum=code.name) == {"missing": True}
+    assert is_missing(host, code.name)
     put_code(host, source)
-    assert ask(host, "store.missing", sum=code.name) == {"missing": False}
+    assert not is_missing(host, code.name)
 
 
 def test_a_snapshot_with_another_sum_is_refused(host: Host, source: Path) -> None:
@@ -183,7 +188,7 @@ def test_an_archive_that_ends_early_is_refused(host: Host, source: Path) -> None
 def test_a_connection_that_ends_leaves_nothing(host: Host, source: Path) -> None:
     data = archive_of(source)
     with pytest.raises(EOFError):
-        OPERATIONS["store.put"](
+        HANDLERS["store.put"](
             host,
             {"sum": list_files(source).digest(), "target": None},
             Body(io.BytesIO(data[: len(data) // 2]), len(data)),

@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from clusterddp.agent.operations import HELLO, OPERATIONS
 from clusterddp.errors import NonsenseError, SshError
 from clusterddp.ssh.connections import Connection
 from clusterddp.wire import build, read_object
@@ -50,10 +51,6 @@ class Package:
     boot: bytes
     sha256: str
     data: bytes
-    hello: Mapping[str, Any]
-    """The boot's first answer: key -> type, for `wire.build`."""
-    answers: Mapping[str, Mapping[str, Any]]
-    """The agent's answer to each operation: key -> type. An operation that is not here has no keys in its answer."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +76,6 @@ class Session:
     host: str
     connection: Connection
     channel: paramiko.Channel
-    answers: Mapping[str, Mapping[str, Any]]
     hello: dict[str, Any] = field(default_factory=dict)
     """The boot's first answer: facts of the host."""
     _unread: bytes = b""
@@ -141,7 +137,7 @@ class Session:
                 + b"\n",
                 BOOT_TIMEOUT_S,
             )
-        self.hello = self.read_marked(package.hello, BOOT_TIMEOUT_S)
+        self.hello = self.read_marked(HELLO, BOOT_TIMEOUT_S)
         if not self.hello["have"]:
             self._send_line({"size": len(package.data)}, BOOT_TIMEOUT_S)
             self._send(package.data, BOOT_TIMEOUT_S)
@@ -182,7 +178,7 @@ class Session:
         data = self._read_data(size, timeout_s)
         if not answer.pop("ok", False):
             raise SshError(self.host, "ask", str(answer.get("error")), hint=_text(answer.get("hint")))
-        return Reply(facts=self._build(self.answers.get(do, {}), answer), data=data)
+        return Reply(facts=self._build(OPERATIONS[do].answer, answer), data=data)
 
     def _raise_start_error(self, preface: bytes, error: SshError | None) -> NoReturn:
         """Raise why the agent did not start: the last line that the host printed, where there is one."""
@@ -271,7 +267,11 @@ def start_session(connection: Connection, access: HostAccess, package: Package) 
     """Start the agent over a connection, which is closed when that fails."""
     try:
         channel = connection.execute(package.command)
-        session = Session(host=access.host, connection=connection, channel=channel, answers=package.answers)
+        session = Session(
+            host=access.host,
+            connection=connection,
+            channel=channel,
+        )
         session.begin(access, package)
     except SshError as error:
         connection.close()

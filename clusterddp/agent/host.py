@@ -1,4 +1,4 @@
-"""What an operation of the agent receives and returns: the host, the request and its bytes, the reply."""
+"""What an operation of the agent receives and returns: the host, the bytes of a request, an answer with data."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol, TypedDict, TypeVar
+from typing import Any, BinaryIO, Protocol, TypeVar
 
 _CHUNK_BYTES = 1 << 18
 
@@ -115,61 +115,4 @@ class Reply:
     size: int
 
 
-Operation = Callable[[Host, dict[str, Any], Body], "dict[str, Any] | Reply"]
-
-
-class RunHere(TypedDict):
-    """A run on this host."""
-
-    name: str
-    token: str
-
-
-class Part(TypedDict):
-    """A piece of a file (results.py)."""
-
-    path: str
-    offset: int
-    limit: int
-
-
-class Target(TypedDict):
-    """An address to connect to (probe.py)."""
-
-    target: int
-    address: str
-    port: int
-    name: str
-
-
-_VARIABLES = dict[str, str]
-REQUESTS: Mapping[str, Mapping[str, Any]] = {
-    "facts.machine": {"data_dir": str | None, "variables": _VARIABLES | None, "with_driver": bool | None},
-    "gpus.lease": {"counts": list[int], "run": str},
-    "results.list": {"runs": list[RunHere]},
-    "results.read": {"name": str, "parts": list[Part]},
-    "net.listen": {"nonce": str, "name": str, "head": bool | None, "master_port": int | None},
-    "net.probe": {"nonce": str, "targets": list[Target], "names": list[str], "within_s": float},
-    "run.ask": {"name": str, "what": str, "reason": str},
-    "run.end": {"token": str, "patience_s": float | None},
-    "run.remove": {"runs": dict[str, str]},
-    "run.prepare": {
-        "name": str,
-        "attempt": int,
-        "plan": dict[str, Any],
-        "record": dict[str, Any],
-        "spec": str,
-        "code": str | None,
-    },
-    "run.release": {"token": str},
-    "run.supervise": {"order": dict[str, Any], "variables": _VARIABLES, "patience_s": int},
-    "store.compare": {"target": str},
-    "store.missing": {"sum": str},
-    "store.put": {"sum": str | None, "target": str | None},
-    "table.end": {"tokens": list[str]},
-    "table.look": {"tokens": list[str] | None},
-    "table.remove": {"places": list[str], "older_than_s": float},
-    "table.stored": {"older_than_s": float},
-}
-"""Operation -> key -> type of its request, for `wire.build`; a request with anything else is refused. The other
-operations have no keys."""
+Handler = Callable[[Host, dict[str, Any], Body], "dict[str, Any] | Reply"]
