@@ -19,18 +19,14 @@ from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by
+from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by, read_error_file, spell_end
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
 from clusterddp.run.view import RunState, RunView, final_view
-from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.results.sync import Synchroniser
     from clusterddp.slurm.queue import Slurm
-
-
-_TRACEBACK_CHARS = 8_000
 
 
 class ExternalLauncher:
@@ -159,12 +155,9 @@ def _killed(rank: RankRecord) -> RootCause:
 
 
 def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
-    traceback = None
-    report = read_json(attempt.error_file(rank.rank))
-    if isinstance(report, dict) and isinstance(report.get("message"), dict):
-        extra = report["message"].get("extraInfo") or {}
-        traceback = str(extra.get("py_callstack") or "")[-_TRACEBACK_CHARS:] or None
-    error = f"rank {rank.rank} on {rank.host}: {rank.error or f'exited with code {rank.exit_code}'}"
+    traceback = read_error_file(attempt.error_file(rank.rank))[1]
+    who = f"rank {rank.rank} on {rank.host}"
+    error = spell_end(who, rank.exit_code, signal=rank.signal, error=rank.error)
     return RootCause(
         rank=rank.rank, host=rank.host, exit_code=rank.exit_code, error=error, log=None, traceback=traceback
     )

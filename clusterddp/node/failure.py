@@ -6,10 +6,8 @@ seen first is not always the first one. So each failure has a weight: 0 cannot f
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from clusterddp.facts.memory import explain_oom_kill
@@ -17,7 +15,7 @@ from clusterddp.ranks.environment import spell_ranks
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import RootCause, loss_of_nodes, signal_name
+from clusterddp.run.outcome import RootCause, loss_of_nodes, one_line, read_error_file, signal_name, spell_end
 from clusterddp.system.files import read_tail
 
 CERTAIN = 0
@@ -42,8 +40,6 @@ _LINES = 20
 _HEAD = "Traceback (most recent call last):"
 _TORCHRUNS = "ChildFailedError"
 """torchrun's own exception, which reports that a rank had one; the rank's is printed before it."""
-_MAX_LINE = 400
-_MAX_TRACEBACK = 8_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -101,7 +97,7 @@ def read_rank_end(
     if name == "SIGKILL" and not on_order:
         error = explain_oom_kill(oom_kills) or error
     if name == "SIGABRT" and error is None:
-        error = _one_line(stderr.rpartition("\n")[2]) or None
+        error = one_line(stderr.rpartition("\n")[2]) or None
     last = find_last_line(stderr) if error is None and name is None else None
     return RankEnd(
         rank=rank,
@@ -109,7 +105,7 @@ def read_rank_end(
         signal=name,
         error=error,
         traceback=last[1] if last else traceback,
-        last_line=_one_line(last[0]) if last else None,
+        last_line=one_line(last[0]) if last else None,
         weight=weight,
         on_order=on_order,
     )
@@ -121,13 +117,8 @@ def failure_of(end: RankEnd, gang: Gang) -> Failure:
     who = f"rank {end.rank} on {host}"
     if gang.entry.spawns:
         who = f"the program of {spell_ranks(gang.carried_by([end.rank]))} on {host}"
-    if end.signal is not None:
-        what = f"{who} was killed by {end.signal}" + (f" ({end.error})" if end.error else "")
-    elif end.error is not None:
-        what = f"{who}: {end.error}"
-    else:
-        what = f"{who} exited with code {end.exit_code}"
-        what += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
+    what = spell_end(who, end.exit_code, signal=end.signal, error=end.error)
+    what += f"; the last line of its stderr: {end.last_line}" if end.last_line else ""
     cause = RootCause(rank=end.rank, host=host, exit_code=end.exit_code, error=what, log=None, traceback=end.traceback)
     return Failure(cause=cause, weight=end.weight, restartable=True)
 
@@ -148,19 +139,6 @@ def reported_failure(gang: Gang, node: Node, report: Message, *, attempt: Attemp
     rank = int(report.get("rank", min(node.ranks)))
     weight, names_rank = int(report["weight"]), "rank" in report
     return Failure.at(node.host, str(report["error"]), rank=rank, weight=weight, job_restartable=names_rank)
-
-
-def read_error_file(path: Path) -> tuple[str | None, str | None]:
-    """Read what the rank, or torch's @record, wrote into TORCHELASTIC_ERROR_FILE: the exception, the traceback."""
-    try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            message: Any = json.loads(file.read(1_000_000))["message"]
-        if not isinstance(message, dict):
-            return _gist(str(message)), None
-        traceback = (message.get("extraInfo") or {}).get("py_callstack")
-        return _gist(str(message["message"])), str(traceback)[-_MAX_TRACEBACK:] if traceback else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return None, None
 
 
 def find_last_line(text: str) -> tuple[str, str] | None:
@@ -201,19 +179,3 @@ def _weigh(text: str) -> int:
     if _CASCADE.search(text):
         return CASCADE
     return CONNECTION if _CONNECTION.search(text) else OWN
-
-
-def _gist(text: str) -> str:
-    """Return an exception's message in one line.
-
-    An exception of torch.multiprocessing.spawn contains another process's traceback; of it, the last line is returned.
-    """
-    if "Traceback (most recent call last):" not in text:
-        return _one_line(text)
-    kind = text.strip().partition(":")[0].rpartition(".")[2]
-    return _one_line(f"{kind}: {text.strip().splitlines()[-1]}")
-
-
-def _one_line(text: str) -> str:
-    line = " ".join(text.split())
-    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."

@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import json
 import os
 import re
 import signal
@@ -35,6 +36,8 @@ from clusterddp.system.storage import is_outage, storage_timeout_s
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
 _LOG = re.compile(r"(attempts/\d+/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")
 """The paths that a root cause may have as its log, relative to the run's directory."""
+_MAX_LINE = 400
+_MAX_TRACEBACK = 8_000
 _RETRY_S = 0.5
 _FULL_S = 10.0
 """How long the write of an end is retried on a full disk."""
@@ -227,6 +230,26 @@ def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
             path.unlink(missing_ok=True)
 
 
+def read_error_file(path: Path) -> tuple[str | None, str | None]:
+    """Read what the rank, or torch's @record, wrote into TORCHELASTIC_ERROR_FILE: the exception, the traceback."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            message: Any = json.loads(file.read(1_000_000))["message"]
+        if not isinstance(message, dict):
+            return _gist(str(message)), None
+        traceback = (message.get("extraInfo") or {}).get("py_callstack")
+        return _gist(str(message["message"])), str(traceback)[-_MAX_TRACEBACK:] if traceback else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, None
+
+
+def spell_end(who: str, exit_code: int | None, *, signal: str | None, error: str | None) -> str:
+    """Say how a rank ended; `who`: the rank and its host."""
+    if signal is not None:
+        return f"{who} was killed by {signal}" + (f" ({error})" if error else "")
+    return f"{who}: {error}" if error is not None else f"{who} exited with code {exit_code}"
+
+
 def spell_exit(returncode: int) -> str:
     """Say how a process ended, by its return code (negative: a signal)."""
     return f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal_name(-returncode)}"
@@ -246,3 +269,20 @@ def _path(token: str, attempt: int) -> Path:
     # Hashed: a record that another user has written must not lead to another file.
     name = hashlib.sha256(f"{token} {attempt}".encode()).hexdigest()[:32]
     return Path(state).expanduser() / "clusterddp" / "ends" / f"{name}.json"
+
+
+def _gist(text: str) -> str:
+    """Return an exception's message in one line.
+
+    An exception of torch.multiprocessing.spawn contains another process's traceback; of it, the last line is returned.
+    """
+    if "Traceback (most recent call last):" not in text:
+        return one_line(text)
+    kind = text.strip().partition(":")[0].rpartition(".")[2]
+    return one_line(f"{kind}: {text.strip().splitlines()[-1]}")
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line, shortened to what a message takes."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."
