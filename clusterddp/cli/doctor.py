@@ -16,7 +16,7 @@ from clusterddp.login.record import find_node
 from clusterddp.look.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.facts.checks import Check, Level
+    from clusterddp.facts.checks import Check
     from clusterddp.spec.layers import Override
     from clusterddp.spec.load import ResolvedSpec
 
@@ -137,7 +137,9 @@ def check_lines(checks: list[Check]) -> list[str]:
     found = rows(checks)
     cells = [["", "CHECK", "HOST", "FOUND"]]
     for row in found:
-        cells.append([_level_text(row.result.level), row.check, ", ".join(row.hosts), printable(row.result.found)])
+        level = row.result.level
+        shown = click.style(level, fg=_COLOURS[level], bold=level == "red" or None)
+        cells.append([shown, row.check, ", ".join(row.hosts), printable(row.result.found)])
     heading, *lines = table(cells)
     result = [heading]
     for row, line in zip(found, lines, strict=True):
@@ -163,7 +165,3 @@ def _load(
     from clusterddp.spec.load import load_spec
 
     return load_spec(Path(spec), overrides, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
-
-
-def _level_text(level: Level) -> str:
-    return click.style(level, fg=_COLOURS[level], bold=level == "red" or None)

@@ -49,6 +49,17 @@ class Background:
     code: Path | None
     """The snapshot of the code; None: the run has none, or it is not here."""
 
+    @property
+    def code_facts(self) -> dict[str, str]:
+        """Of which commit and snapshot the code is; what is not known is left out."""
+        facts = {
+            "commit": self.commit,
+            "branch": self.branch,
+            "uncommitted changes": "yes" if self.is_dirty else "no" if self.commit else None,
+            "snapshot": self.code and self.code.name[:12],
+        }
+        return {name: fact for name, fact in facts.items() if fact}
+
 
 def read_background(run: RunDir, record: RunRecord) -> Background:
     """Read what a run was made of; a file that is missing or damaged leaves its part empty."""

@@ -128,6 +128,18 @@ class Comparison:
     diffs: tuple[CodeDiff, ...]
     """Of each further run."""
 
+    @property
+    def by_part(self) -> dict[str, tuple[Difference, ...]]:
+        """What differs, by the name of its part; a part in which nothing differs is left out."""
+        parts = {
+            "configuration": self.spec,
+            "code": self.code,
+            "packages": self.packages,
+            "hosts and ranks": self.places,
+            "the machine that submitted": self.machine,
+        }
+        return {name: rows for name, rows in parts.items() if rows}
+
     def to_json(self) -> dict[str, Any]:
         names = [report.status.run for report in self.runs]
         parts = ("spec", "packages", "machine", "places", "code")
@@ -161,7 +173,7 @@ def compare(runs: Sequence[RunReport]) -> Comparison:
         packages=_differing([ground.packages for ground in grounds]),
         machine=_differing([ground.machine for ground in grounds]),
         places=_differing([ground.places for ground in grounds]),
-        code=_differing([_code_facts(ground) for ground in grounds]),
+        code=_differing([ground.code_facts for ground in grounds]),
         diffs=tuple(_compare_code(runs[0], run) for run in runs[1:]),
     )
 
@@ -255,16 +267,12 @@ def _read_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:
     found = []
     for path in sorted(run.checkpoints.glob("*.json")):
         manifest = _read_object(run, path)
-        step, epoch, size = (_whole(manifest.get(key)) for key in ("step", "epoch", "bytes"))
+        numbers = [first_number(manifest.get(key)) for key in ("step", "epoch", "bytes")]
+        step, epoch, size = (None if number is None else int(number) for number in numbers)
         created = first_number(manifest.get("created"))
         name = path.with_suffix(".pt").name
         found.append(Checkpoint(file=name, step=step, epoch=epoch, num_bytes=size, created=created))
     return tuple(sorted(found, key=lambda checkpoint: (checkpoint.created or 0.0, checkpoint.file)))
-
-
-def _whole(value: Any) -> int | None:
-    number = first_number(value)
-    return None if number is None else int(number)
 
 
 def _read_object(run: RunDir, path: Any) -> dict[str, Any]:
@@ -280,16 +288,6 @@ def _differing(facts: Sequence[Mapping[str, str]]) -> tuple[Difference, ...]:
     keys = dict.fromkeys(key for of_run in facts for key in of_run)
     rows = [Difference(key=key, values=tuple(of_run.get(key) for of_run in facts)) for key in keys]
     return tuple(row for row in rows if len(set(row.values)) > 1)
-
-
-def _code_facts(ground: Background) -> dict[str, str]:
-    facts = {
-        "commit": ground.commit,
-        "branch": ground.branch,
-        "uncommitted changes": "yes" if ground.is_dirty else "no" if ground.commit else None,
-        "snapshot": ground.code and ground.code.name[:12],
-    }
-    return {name: fact for name, fact in facts.items() if fact}
 
 
 def _compare_code(first: RunReport, other: RunReport) -> CodeDiff:

@@ -196,7 +196,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         name=record.name,
         times=_times(run, record, view),
         state=view.state,
-        reason=_reason(view, attempt),
+        reason="; ".join([view.reason, *(stopped_ranks(attempt) if attempt and not view.finished else [])]),
         launcher=record.launcher,
         job_id=view.job.job_id if view.job else record.job_id,
         attempt=view.attempt,
@@ -220,10 +220,6 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(run, record, attempt) if is_running else None,
     )
-
-
-def _reason(view: RunView, attempt: AttemptDir | None) -> str:
-    return "; ".join([view.reason, *([] if attempt is None or view.finished else stopped_ranks(attempt))])
 
 
 def _warning(

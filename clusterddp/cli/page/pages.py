@@ -374,12 +374,9 @@ def _checkpoints_table(report: RunReport) -> Html | None:
 def _background_parts(report: RunReport, most: int) -> list[Html | None]:
     """Draw what a run was made of: code, machine, hosts; configuration and packages folded."""
     ground = report.background
-    snapshot = ground.code.name if ground.code else None
     phases = [(name.replace("_", " "), f"{seconds:.1f} s") for name, seconds in report.status.start_phases.items()]
-    changes = ("yes" if ground.is_dirty else "no") if ground.commit else None
-    code = [("commit", ground.commit), ("branch", ground.branch), ("uncommitted changes", changes)]
     beside = [
-        facts([*code, ("snapshot", snapshot and cut(snapshot, 24))], caption="Code"),
+        facts(ground.code_facts.items(), caption="Code"),
         facts(_cells(ground.places, most), caption="Where it ran"),
         facts(_cells(ground.machine, most), caption="The machine that submitted"),
         facts(phases, caption="Start of the newest attempt"),
@@ -401,14 +398,7 @@ def _cells(values: Mapping[str, str], most: int) -> list[tuple[str, Child]]:
 def _differences(compared: Comparison, most: int, diff_lines: int) -> list[Html | None]:
     """Draw what differs between runs."""
     names = [report.status.run for report in compared.runs]
-    parts = [
-        ("Configuration", compared.spec),
-        ("Code", compared.code),
-        ("Packages", compared.packages),
-        ("Hosts and ranks", compared.places),
-        ("The machine that submitted", compared.machine),
-    ]
-    tables = [_difference_table(title, names, rows, most) for title, rows in parts if rows]
+    tables = [_difference_table(title.capitalize(), names, rows, most) for title, rows in compared.by_part.items()]
     room = max(10, diff_lines // max(1, len(compared.diffs)))
     diffs = [
         _file_diffs(f"Code of {diff.run} against {names[0]}", diff.files, room) for diff in compared.diffs[:diff_lines]

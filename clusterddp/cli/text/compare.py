@@ -8,7 +8,7 @@ import click
 
 from clusterddp.cli.terminal import cut, duration, state_text, table, width_of, wrapped
 from clusterddp.look.printable import printable
-from clusterddp.look.report import CodeDiff, Comparison, Difference, Results
+from clusterddp.look.report import CodeDiff, Comparison, Results
 from clusterddp.system.units import format_count
 
 _MOST_SIDE_BY_SIDE = 4
@@ -24,23 +24,27 @@ def compare_lines(compared: Comparison, *, columns: int | None) -> list[str]:
     """Write a comparison; no line is longer than `columns`, when that is given."""
     names = [report.status.run for report in compared.runs]
     lines: list[str] = []
-    parts = [
-        ("configuration", compared.spec),
-        ("code", compared.code),
-        ("packages", compared.packages),
-        ("hosts and ranks", compared.places),
-        ("the machine that submitted", compared.machine),
-    ]
-    for title, rows in parts:
-        if rows:
-            lines += [*_difference_lines(title, names, rows, columns or _PLAIN), ""]
+    width = columns or _PLAIN
+    for title, rows in compared.by_part.items():
+        cells = [
+            [printable(row.key), *("-" if value is None else printable(value) for value in row.values)]
+            for row in rows[:_MOST_ROWS]
+        ]
+        left = len(rows) - len(cells)
+        lines += [*_lay_out(title, names, cells, width), *([f"  ... and {left} more"] if left else []), ""]
     if any(report.background.code for report in compared.runs):
         for diff in compared.diffs:
             lines += _diff_lines(names[0], diff)
     if not lines:
         lines = [*wrapped("no difference in configuration, code, packages, hosts or machine", columns, indent=2), ""]
-    lines += _result_lines(compared, columns or _PLAIN)
-    return lines if columns is None else [_cut_line(line, columns) for line in lines]
+    texts = [result_texts(report.results) | _logged(report.logged) for report in compared.runs]
+    states = ["state", *(state_text(report.status.state.value) for report in compared.runs)]
+    keys = dict.fromkeys(key for of_run in texts for key in of_run)
+    cells = [states, *([printable(key), *(of_run.get(key, "-") for of_run in texts)] for key in keys)]
+    lines += _lay_out("results", names, cells, width)
+    if columns is None:
+        return lines
+    return [line if width_of(line) <= columns else f"{cut(line, columns - 3)}..." for line in lines]
 
 
 def result_texts(results: Results) -> dict[str, str]:
@@ -67,20 +71,6 @@ def number_text(value: float) -> str:
     if value == int(value) and abs(value) < 1e6:
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
-
-
-def _difference_lines(title: str, names: Sequence[str], rows: Sequence[Difference], columns: int) -> list[str]:
-    cells = [[printable(row.key), *map(_cell, row.values)] for row in rows[:_MOST_ROWS]]
-    lines = _lay_out(title, names, cells, columns)
-    return [*lines, f"  ... and {len(rows) - _MOST_ROWS} more"] if len(rows) > _MOST_ROWS else lines
-
-
-def _result_lines(compared: Comparison, columns: int) -> list[str]:
-    texts = [result_texts(report.results) | _logged(report.logged) for report in compared.runs]
-    keys = list(dict.fromkeys(key for of_run in texts for key in of_run))
-    states = ["state", *(state_text(report.status.state.value) for report in compared.runs)]
-    cells = [states, *([printable(key), *(of_run.get(key, "-") for of_run in texts)] for key in keys)]
-    return _lay_out("results", [report.status.run for report in compared.runs], cells, columns)
 
 
 def _logged(values: Mapping[str, float]) -> dict[str, str]:
@@ -115,10 +105,6 @@ def _percent(share: float) -> str:
     return f"{share:.2%}" if abs(share) <= 1 else number_text(share)
 
 
-def _cell(value: str | None) -> str:
-    return "-" if value is None else printable(value)
-
-
 def _shorten(cell: str, width: int) -> str:
     """Cut the middle of a plain cell: paths and names differ at both ends."""
     if width_of(cell) <= width or cell != click.unstyle(cell):
@@ -147,7 +133,3 @@ def _diff_lines(first: str, diff: CodeDiff) -> list[str]:
 def _colored(line: str) -> str:
     color = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
     return click.style(printable(line), fg=color) if color else printable(line)
-
-
-def _cut_line(line: str, columns: int) -> str:
-    return line if width_of(line) <= columns else f"{cut(line, columns - 3)}..."

@@ -89,18 +89,26 @@ def _details(plan: Plan) -> list[str]:
         variables = ", ".join(plan.slurm.variables) or "none"
     lines = [f"  variables {printable(variables)}"] if variables else []
     lines += ["", *_node_table(plan)]
-    for title, rows in (
-        ("what differs from the defaults", _change_rows(plan)),
-        ("variables of rank 0", _variable_rows(plan)),
-    ):
+    changes = [["KEY", "VALUE", "DEFAULT", "FROM"]]
+    for change in plan.changes:
+        value, default = value_text(change["value"]), value_text(change["default"])
+        changes.append([change["key"], value, default, printable(change["origin"])])
+    rank0 = [["NAME", "VALUE", "FROM"]]
+    for name, variable in sorted(plan.rank0.items()):
+        value = variable["value"].replace(plan.token, _MASK)
+        rank0.append([name, printable(value) or '""', printable(variable["origin"])])
+    for title, rows in (("what differs from the defaults", changes), ("variables of rank 0", rank0)):
         if rows[1:]:
             lines += ["", click.style(title, bold=True), *table(rows, indent="  ")]
     lines += ["", click.style("files", bold=True), *(f"  {printable(path)}" for path in plan.files)]
-    return lines + (ssh_lines(plan) if plan.ssh else _command_lines(plan))
-
-
-def _command_lines(plan: Plan) -> list[str]:
-    return ["", click.style("commands", bold=True), *(f"  {printable(shlex.join(argv))}" for argv in plan.commands)]
+    if plan.ssh:
+        return lines + ssh_lines(plan)
+    return [
+        *lines,
+        "",
+        click.style("commands", bold=True),
+        *(f"  {printable(shlex.join(argv))}" for argv in plan.commands),
+    ]
 
 
 def _node_table(plan: Plan) -> list[str]:
@@ -117,22 +125,6 @@ def _node_table(plan: Plan) -> list[str]:
         for node in plan.gang.nodes
     ]
     return table(rows, indent="  ")
-
-
-def _change_rows(plan: Plan) -> list[list[str]]:
-    rows = [["KEY", "VALUE", "DEFAULT", "FROM"]]
-    for change in plan.changes:
-        value, default = value_text(change["value"]), value_text(change["default"])
-        rows.append([change["key"], value, default, printable(change["origin"])])
-    return rows
-
-
-def _variable_rows(plan: Plan) -> list[list[str]]:
-    rows = [["NAME", "VALUE", "FROM"]]
-    for name, variable in sorted(plan.rank0.items()):
-        value = variable["value"].replace(plan.token, _MASK)
-        rows.append([name, printable(value) or '""', printable(variable["origin"])])
-    return rows
 
 
 def ssh_table(plan: Plan) -> list[str]:
@@ -212,7 +204,13 @@ def cut_lines(text: str, columns: int | None, most: int | None) -> list[str]:
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     gang = plan.gang
     port = "a free port" if gang.master_port is None else f"port {gang.master_port}"
-    network = f"{gang.backend} over {gang.interface or _interface(plan)}; master {gang.master_addr or _master(plan)}"
+    if plan.ssh:
+        interface = "the fastest interface that all hosts reach each other by"
+        master = f"{plan.ssh.hosts[0].host}'s address on it"
+    else:
+        interface = "the interface that reaches node 0" if plan.slurm else "its own choice of interface"
+        master = "the first node of the job"
+    network = f"{gang.backend} over {gang.interface or interface}; master {gang.master_addr or master}"
     facts = [_runs(plan), ("where", _where(plan)), ("ranks", _ranks(plan)), ("network", f"{network}, {port}")]
     facts.append(("code", _code(plan)))
     facts += _time_facts(plan)
@@ -265,16 +263,6 @@ def _where(plan: Plan) -> str:
 def few(names: Sequence[str]) -> str:
     """Write names, of many the first three and a number."""
     return ", ".join(names) if len(names) <= _MOST_NAMES else f"{', '.join(names[:3])} and {len(names) - 3} more"
-
-
-def _interface(plan: Plan) -> str:
-    if plan.ssh:
-        return "the fastest interface that all hosts reach each other by"
-    return "the interface that reaches node 0" if plan.slurm else "its own choice of interface"
-
-
-def _master(plan: Plan) -> str:
-    return f"{plan.ssh.hosts[0].host}'s address on it" if plan.ssh else "the first node of the job"
 
 
 def _ranks(plan: Plan) -> str:

@@ -39,12 +39,8 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
     """Lay out runs; no line is longer than `columns` when that is given, unless `wide`."""
     room = None if wide else columns
     names = wide or len({summary.name for summary in summaries}) > 1
-    return lay_out(_columns(summaries, now, names=names, short=room is not None), room=room)
-
-
-def _columns(summaries: Sequence[RunSummary], now: float, *, names: bool, short: bool) -> list[Column]:
     accuracies = [summary.progress.accuracy if summary.progress else None for summary in summaries]
-    columns = [
+    table_columns = [
         Column(title="RUN", cells=[printable(run.run) for run in summaries], least=_LEAST_NAME),
         Column(title="VARIANT", cells=[printable(run.variant) or "-" for run in summaries], gives_way=1, least=10),
         Column(title="NAME", cells=[printable(run.name) for run in summaries], gives_way=4, least=8),
@@ -55,12 +51,12 @@ def _columns(summaries: Sequence[RunSummary], now: float, *, names: bool, short:
         Column(title="SUBMITTED", cells=[_when(run.created, now) for run in summaries], gives_way=7),
         Column(title="TIME", cells=[_time(run) for run in summaries], gives_way=2),
         Column(title="SIZE", cells=[format_bytes(run.bytes or 0) for run in summaries]),
-        Column(title="WHY", cells=[_reason(run, short=short) for run in summaries], gives_way=6, least=10),
+        Column(title="WHY", cells=[_reason(run, short=room is not None) for run in summaries], gives_way=6, least=10),
     ]
     left_out = {"VARIANT"} if not any(run.variant for run in summaries) else set()
     left_out |= set() if names else {"NAME"}
     left_out |= {"SIZE"} if all(run.bytes is None for run in summaries) else set()
-    return [column for column in columns if column.title not in left_out]
+    return lay_out([column for column in table_columns if column.title not in left_out], room=room)
 
 
 def _reason(summary: RunSummary, *, short: bool) -> str:
@@ -175,8 +171,6 @@ def _queue_lines(status: SweepStatus) -> list[str]:
 
 
 def _cell(value: Any) -> str:
-    return printable(value if isinstance(value, str) else _joined(value))
-
-
-def _joined(value: Any) -> str:
-    return shlex.join(map(str, value)) if isinstance(value, Sequence) else value_text(value)
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return printable(shlex.join(map(str, value)))
+    return value_text(value)

@@ -145,7 +145,9 @@ def root_cause_lines(cause: RootCause, run: RunDir, *, columns: int | None = Non
     kind = diagnose(cause)
     lines = wrapped(what, columns, indent=2)
     lines += wrapped("; ".join(filter(None, [f"  category: {kind.text}", kind.hint])), columns, indent=4)
-    tail = _from_traceback(read_log_tail(run.path / cause.log)) if cause.log else []
+    tail = read_log_tail(run.path / cause.log) if cause.log else []
+    starts = [number for number, line in enumerate(tail) if line.startswith("Traceback (most recent call last)")]
+    tail = tail[starts[-1] :] if starts else tail
     if not tail and cause.traceback:
         tail = [printable(line) for line in cause.traceback.rstrip().split("\n")[-10:]]
     if tail:
@@ -153,12 +155,6 @@ def root_cause_lines(cause: RootCause, run: RunDir, *, columns: int | None = Non
             lines.append(f"  the end of {run.path / cause.log}:")
         lines += [f"  | {line}" for line in tail]
     return lines
-
-
-def _from_traceback(lines: list[str]) -> list[str]:
-    """Return the lines from the last traceback on, or all when there is none."""
-    starts = [number for number, line in enumerate(lines) if line.startswith("Traceback (most recent call last)")]
-    return lines[starts[-1] :] if starts else lines
 
 
 def progress_text(progress: Progress) -> str:
@@ -316,9 +312,16 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     """Lay out ranks, one a line."""
 
     def column(title: str, facts: Sequence[object], gives_way: int = 0) -> Column:
-        return Column(title=title, cells=[_cell(fact) for fact in facts], gives_way=gives_way)
+        return Column(
+            title=title, cells=["-" if fact is None else printable(str(fact)) for fact in facts], gives_way=gives_way
+        )
 
     owned = any(rank.owns for rank in ranks)
+    now = time.time()
+    outputs = [rank.last_output and f"{duration(max(0.0, now - rank.last_output))} ago" for rank in ranks]
+    masters = [
+        f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None for rank in ranks
+    ]
     nodes = column("NODE", [rank.node_rank for rank in ranks], 0 if owned else 4)
     places = [
         column("RANK", [rank.rank for rank in ranks]),
@@ -335,9 +338,9 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
             Column(title="STATE", cells=[rank.state for rank in ranks], paint=state_text),
             column("EXIT", [rank.exit_code for rank in ranks], 1),
             *_usage_columns(ranks),
-            *([column("OUTPUT", [_age(rank.last_output) for rank in ranks], 3)] if _any_output(ranks) else []),
+            *([column("OUTPUT", outputs, 3)] if any(outputs) else []),
             column("INTERFACE", [rank.interface for rank in ranks], 7),
-            column("MASTER", [_master(rank) for rank in ranks], 8),
+            column("MASTER", masters, 8),
         ],
         room=columns,
         indent="  ",
@@ -351,25 +354,24 @@ def _usage_columns(ranks: Sequence[RankStatus]) -> list[Column]:
         cells = [(what(rank.usage) if rank.usage else None) or "-" for rank in ranks]
         return Column(title=title, cells=cells, gives_way=gives_way)
 
-    steps = [_step_ms(rank.usage) if rank.usage else None for rank in ranks]
-    slow = [f"{each or '-'}{' slow' if rank.straggler else ''}" for rank, each in zip(ranks, steps, strict=True)]
+    steps_s = [rank.usage.step_s if rank.usage else None for rank in ranks]
+    slow = [
+        f"{'-' if step_s is None else f'{step_s * 1e3:.3g}'}{' slow' if rank.straggler else ''}"
+        for rank, step_s in zip(ranks, steps_s, strict=True)
+    ]
+
+    def paint(cell: str) -> str:
+        return click.style(cell, fg="yellow", bold=True) if cell.endswith("slow") else cell
+
     columns = [
         column("STEP", lambda usage: None if usage.step is None else str(usage.step), 3),
-        Column(title="MS/STEP", cells=slow, gives_way=1, paint=_paint_slow),
+        Column(title="MS/STEP", cells=slow, gives_way=1, paint=paint),
         column("CPU", lambda usage: None if usage.cpu is None else f"{usage.cpu:.1f}", 4),
         column("MEMORY", lambda usage: format_bytes(usage.memory) if usage.memory else None, 4),
         column("GPU", lambda usage: None if usage.gpu is None else f"{usage.gpu:.0%}", 2),
         column("GPU MEMORY", lambda usage: format_bytes(usage.gpu_memory) if usage.gpu_memory else None, 3),
     ]
     return [each for each in columns if set(each.cells) != {"-"}]
-
-
-def _step_ms(usage: RankUsage) -> str | None:
-    return None if usage.step_s is None else f"{usage.step_s * 1e3:.3g}"
-
-
-def _paint_slow(cell: str) -> str:
-    return click.style(cell, fg="yellow", bold=True) if cell.endswith("slow") else cell
 
 
 def node_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
@@ -387,22 +389,22 @@ def node_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
                 *usage_texts(of_node),
             )
         )
+
+    def paint(cell: str) -> str:
+        return re.sub("[A-Z_]+", lambda match: state_text(match[0]), cell)
+
     nodes, hosts, spans, states_of, steps, cores, memory, gpus = zip(*rows, strict=True)
     shown = [
         Column(title="NODE", cells=nodes),
         Column(title="HOST", cells=hosts, gives_way=1, least=8),
         Column(title="RANKS", cells=spans),
-        Column(title="STATES", cells=states_of, least=12, paint=_painted_states),
+        Column(title="STATES", cells=states_of, least=12, paint=paint),
         Column(title="MS/STEP", cells=steps, gives_way=2),
         Column(title="CPU", cells=cores, gives_way=5),
         Column(title="MEMORY", cells=memory, gives_way=4),
         Column(title="GPU", cells=gpus, gives_way=3),
     ]
     return lay_out([each for each in shown if set(each.cells) != {"-"}], room=columns, indent="  ")
-
-
-def _painted_states(cell: str) -> str:
-    return re.sub("[A-Z_]+", lambda match: state_text(match[0]), cell)
 
 
 def usage_texts(ranks: Sequence[RankStatus]) -> list[str]:
@@ -419,19 +421,3 @@ def usage_texts(ranks: Sequence[RankStatus]) -> list[str]:
         format_bytes(sum(memory)) if memory else "-",
         f"{sum(gpus) / len(gpus):.0%}" if gpus else "-",
     ]
-
-
-def _master(rank: RankStatus) -> str | None:
-    return f"{rank.master_addr}:{rank.master_port}" if rank.master_addr and rank.master_port else None
-
-
-def _any_output(ranks: Sequence[RankStatus]) -> bool:
-    return any(rank.last_output is not None for rank in ranks)
-
-
-def _age(last_output: float | None) -> str | None:
-    return None if last_output is None else f"{duration(max(0.0, time.time() - last_output))} ago"
-
-
-def _cell(fact: object) -> str:
-    return "-" if fact is None else printable(str(fact))

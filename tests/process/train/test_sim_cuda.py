@@ -175,6 +175,7 @@ environment = deep_check.describe_environment(place, {{"NCCL_DEBUG": "INFO", "HO
 assert (environment.gpus, environment.gpu, environment.capability) == (2, "NVIDIA H100 80GB HBM3", "9.0")
 assert environment.variables == {{"NCCL_DEBUG": "INFO"}}
 group = join_group(place)
+assert deep_check.time_product(group.device).ms > 0
 peers = deep_check.measure_peers()
 assert peers.access == ((True, True), (True, True)) and peers.gb_per_s[0][0] is None and peers.gb_per_s[0][1] > 0
 deep_check._STEPS["cuda"] = 2
