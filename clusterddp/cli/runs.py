@@ -207,7 +207,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, output: str,
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: str, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
     from clusterddp.submission.cancel import cancel as cancel_run
-    from clusterddp.sweep.submit import cancel_sweep
+    from clusterddp.sweep.array import cancel_sweep
 
     exit_code = 0
     results: list[dict[str, str | None]] = []

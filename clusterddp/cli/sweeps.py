@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from clusterddp.look.sweep import SweepStatus
     from clusterddp.spec.sweep import SweepSpec
     from clusterddp.sweep.plan import SweepPlan
-    from clusterddp.sweep.queue_control import SubmittedSweep
+    from clusterddp.sweep.queue import SubmittedSweep
 
 _POLL_INTERVAL_S = 1.0
 _PAUSE_PER_POLL = 5.0
@@ -41,8 +41,8 @@ _LINE_INTERVAL_S = 60.0
 
 def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
+    from clusterddp.sweep.array import submit_sweep
     from clusterddp.sweep.plan import plan_sweep
-    from clusterddp.sweep.submit import submit_sweep
 
     if options.attach:
         raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
@@ -58,7 +58,7 @@ def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
 
 def resume(sweep: SweepDir, terminal: Terminal, options: StartOptions) -> int:
     """Continue the unfinished runs of a sweep, and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.sweep.queue_control import resume_sweep
+    from clusterddp.sweep.queue import resume_sweep
 
     _refuse_follow(options)
     return _stay_with(resume_sweep(sweep), terminal, options, verb="resumed")

@@ -1,4 +1,4 @@
-"""The Slurm job array of a sweep: its submit, and the cancel of all its runs with one scancel."""
+"""Submit and cancel a sweep: its runs are tasks of one Slurm job array, or wait in a queue."""
 
 from __future__ import annotations
 
@@ -13,8 +13,11 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.launchers.slurm.jobs import cancel_job, wait_for_job
-from clusterddp.launchers.slurm.launcher import submit_job
+from clusterddp.launchers.slurm.launcher import SlurmLauncher, submit_job, variables_for
 from clusterddp.launchers.state import announce, read_state
+from clusterddp.planning.prerequisites import check_secrets, check_trainer
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import refuse_to_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
@@ -27,12 +30,14 @@ from clusterddp.slurm.queue import Slurm
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.staging import refusal
 from clusterddp.submission.submit import record_end
-from clusterddp.sweep.staging import replace_files, take_back
+from clusterddp.sweep.plan import SweepPlan, make_sweep, rename_sweep, replace_files, take_back
+from clusterddp.sweep.queue import SubmittedSweep, cancel_queued, submit_to_queue
 from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import user_name
 
 if TYPE_CHECKING:
     from clusterddp.sweep.plan import SweepPlan
+
 
 _ANSWER_S = 60.0
 """How long running tasks may take to end: Slurm's KillWait, 30 s by default, and 30 s more."""
@@ -174,3 +179,42 @@ def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: floa
 def _read_states(runs: list[_Run], slurm: Slurm) -> dict[RunDir, RunView]:
     announce(runs, slurm)
     return {run: read_state(run, slurm) for run, _ in runs}
+
+
+def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
+    """Make the directory of the sweep, then submit its job array or start its queue.
+
+    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
+    stays.
+    """
+    environ = inherited_environment()
+    check_secrets(plan.base.secrets, environ)
+    check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
+    SlurmLauncher(environ).check(plan.base)
+    while True:
+        try:
+            make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})
+            break
+        except FileExistsError:
+            plan = rename_sweep(plan)
+    sweep = SweepDir(plan.path)
+    if plan.job is None:
+        return submit_to_queue(sweep, environ)
+    job_id = submit_array(sweep, plan, environ)
+    names = tuple(run.run for run in plan.runs)
+    return SubmittedSweep(sweep=plan.sweep, launcher=plan.base.launcher, job_id=job_id, path=plan.path, runs=names)
+
+
+def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
+    """End every run of a sweep; with `save`, after a checkpoint. Return a sentence with their states.
+
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: the sweep belongs to
+    another user.
+    """
+    sweep = SweepDir(sweep.path.absolute())
+    refuse_to_end(sweep.path)
+    record = read_sweep(sweep)
+    environ = inherited_environment()
+    if record.launcher == "slurm":
+        return cancel_array(sweep, record, environ, save=save)
+    return cancel_queued(sweep, environ, save=save)

@@ -26,7 +26,7 @@ from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.slurm.cluster import array_limits
 from clusterddp.spec.load import load_spec
-from clusterddp.sweep.staging import make_sweep, take_back
+from clusterddp.sweep.plan import make_sweep, take_back
 from tests.support.handmade_runs import complete, make_run, start_attempt
 from tests.support.launch_runs import git
 from tests.support.paths import ROOT
@@ -286,7 +286,7 @@ def test_a_submit_that_is_killed_leaves_a_whole_sweep_or_none(tmp_path: Path) ->
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\nfrom tests.support.sweep_runs import fake_scontrol, plan_one\n"
-        "from clusterddp.sweep.staging import make_sweep\n"
+        "from clusterddp.sweep.plan import make_sweep\n"
         "here = Path(sys.argv[2])\n"
         "plan = plan_one(here, 'env.SEED=' + ','.join(map(str, range(200))))\n"
         "print('ready', flush=True)\nmake_sweep(plan, fake_scontrol(here), {})\n"
