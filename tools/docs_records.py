@@ -41,7 +41,6 @@ FORMS = {
     "doctor": ("`healthy`, `checks`", "-r '.checks[] | select(.level == \"red\") | .fix'"),
     "hosts check HOST...": ("`healthy`, `hosts`", "-r '.hosts[] | select(.ok | not) | .fix'"),
     "submit SPEC": (_STARTED, "-r .run"),
-    "join SPEC": ("as `submit`, on each machine", "-r .run_dir"),
     "resume RUN": (_STARTED, "-r .job_id"),
     "cancel RUN...": ("`runs`: `run`, `result` or `error`", "-r '.runs[] | select(.error) | .run'"),
     "status RUN": (

@@ -23,9 +23,8 @@ _COMMANDS = {
     "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
     "submit": ("submit", "Run", "start what a spec describes, or the spec of an earlier run again"),
     "manifest": ("import_", "Run", "print a Kubeflow PyTorchJob that runs a spec"),
-    "join": ("join", "Run", "take part in a run; start it on each of its machines"),
     "resume": ("submit", "Run", "continue a run from its newest checkpoint"),
-    "worker": ("worker", "Run", "run one rank, started by torchrun, srun, mpirun, or by hand"),
+    "worker": ("worker", "Run", "take part in a run: a rank of torchrun, srun, mpirun, or a machine of ssh.hosts"),
     "cancel": ("runs", "Run", "end runs"),
     "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
     "logs": ("runs", "Look", "show what ranks printed"),
@@ -52,6 +51,7 @@ _REMOVED: dict[str, str] = {
     "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
     "rerun": "clusterddp submit RUN starts the spec of an earlier run again",
     "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
+    "join": "type clusterddp worker SPEC on each machine of ssh.hosts",
 }
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""
 

@@ -1,27 +1,30 @@
-"""The command worker, which other launchers start; its process becomes one rank of a run."""
+"""The command worker: its process becomes one rank of a run, or starts the ranks of one of its machines."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import click
 
-from clusterddp.cli.arguments import KeyValue, command, runs_option
-from clusterddp.cli.terminal import Terminal, say
-from clusterddp.errors import ClusterddpError, SpecError
+from clusterddp.cli.arguments import KeyValue, StartOptions, command, runs_option
+from clusterddp.cli.terminal import Terminal, say, say_note
+from clusterddp.cli.watch import stay_with
+from clusterddp.errors import ClusterddpError, SpecError, UsageError
+from clusterddp.look.printable import printable
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.rendezvous.ranks import MasterPort, meet_ranks
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
-    from clusterddp.run.directory import RunDir
-    from clusterddp.submission.worker.place import Decided
-    from clusterddp.submission.worker.worker import Worker
+    from clusterddp.ranks.launched import Launched
+    from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.submission.worker.worker import Carried, Decided, RankWorker
 
 
 @command("worker")
@@ -29,54 +32,146 @@ if TYPE_CHECKING:
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @click.option("--cpu", is_flag=True, help="Run the same ranks on the CPU, with gloo.")
 @click.option("--resume", metavar="RUN", help="Go on with an earlier run, from its newest checkpoint.")
+@click.option(
+    "--node-rank",
+    type=click.IntRange(min=0),
+    metavar="N",
+    help="The place of this machine in ssh.hosts, from 0, where its addresses do not show it.",
+)
 @runs_option
 @click.pass_obj
 def worker(
-    terminal: Terminal, *, spec: Path, overrides: tuple[str, ...], cpu: bool, resume: str | None, runs_dir: Path
-) -> None:
-    """Be one rank of a run: under torchrun, srun, mpirun, or with RANK and WORLD_SIZE set.
+    terminal: Terminal,
+    *,
+    spec: Path,
+    overrides: tuple[str, ...],
+    cpu: bool,
+    resume: str | None,
+    node_rank: int | None,
+    runs_dir: Path,
+) -> int:
+    """Take part in a run: as one rank, under torchrun, srun, mpirun, or with RANK and WORLD_SIZE set.
+
+    Without such variables, as a machine of ssh.hosts: type it on each of them. Each finds itself by its own addresses
+    and names, meets the others at the first one, and starts its ranks. No SSH, no scheduler. The run ends with this
+    command, on any of them.
 
     \b
     torchrun --nproc-per-node 2 -m clusterddp worker job.yaml
     srun clusterddp worker job.yaml                            in salloc, or a batch script
     mpirun -n 4 clusterddp worker job.yaml                     Open MPI or MPICH
     RANK=1 WORLD_SIZE=2 MASTER_ADDR=gpu01 MASTER_PORT=29500 clusterddp worker job.yaml
-    CLUSTERDDP_JOIN_KEY=... for all ranks                      no process without the key takes part
+    clusterddp worker job.yaml                                 on each machine of ssh.hosts
+    CLUSTERDDP_JOIN_KEY=... for all                            no process without the key takes part
     """
     from clusterddp.ranks.launched import find_place
     from clusterddp.spec.load import load_spec
-    from clusterddp.submission.worker.introduction import introduce, refuse_job, start_timeout_s, with_spec_port
-    from clusterddp.submission.worker.place import Decided
-    from clusterddp.submission.worker.worker import Worker
 
+    flags = {"device": "cpu"} if cpu else {}
     with _naming_host():
         launched = find_place(terminal.environ)
-        resolved = load_spec(spec, overrides, environ=terminal.environ, flags={"device": "cpu"} if cpu else None)
-        refuse_job(resolved.job, terminal.environ)
-        launched, own = introduce(with_spec_port(launched, resolved.job), resolved, terminal.environ)
-        here = Worker(
-            resolved=resolved,
-            launched=launched,
-            runs_dir=runs_dir,
-            working_dir=Path.cwd(),
-            environ=terminal.environ,
-            resume=resume,
-        )
-        key = terminal.environ.get(JOIN_KEY, "")
-        answer, master = meet_ranks(launched, own, here.decide, start_timeout_s(resolved.job), key)
-        decided = Decided.from_json(answer, launched.world_size)
-        run = here.settle(decided)
-        if launched.rank == 0:
-            _print_met(here, decided, run.path)
-        _become_rank(here, decided, run, master)
+        resolved = load_spec(spec, overrides, environ=terminal.environ, flags=flags)
+        if launched.launcher is None and resolved.job.ssh.hosts:
+            resolved = load_spec(spec, overrides, environ=terminal.environ, flags=flags | {"launcher": "ssh"})
+            return _be_node(terminal, resolved, runs_dir, resume, node_rank)
+        if node_rank is not None:
+            raise UsageError(
+                "--node-rank is for machines of ssh.hosts"
+                + (f", and {launched.title} has started this process" if launched.launcher else ": the spec has none")
+            )
+        return _be_rank(terminal, resolved, runs_dir, resume, launched)
 
 
-def _become_rank(here: Worker, decided: Decided, run: RunDir, master: MasterPort | None) -> NoReturn:
+COMMANDS = {"worker": worker}
+
+
+def _be_rank(
+    terminal: Terminal, resolved: ResolvedSpec, runs_dir: Path, resume: str | None, launched: Launched
+) -> NoReturn:
+    """Meet the other ranks, and become the rank in this process."""
+    from clusterddp.submission.worker.meeting import meet
+    from clusterddp.submission.worker.place import (
+        complete_launched,
+        introduce,
+        refuse_job,
+        seat_of_rank,
+        start_timeout_s,
+    )
+    from clusterddp.submission.worker.worker import Decided, RankWorker
+
+    job, environ = resolved.job, terminal.environ
+    refuse_job(job, environ)
+    launched = complete_launched(launched, job, environ)
+    seat = seat_of_rank(launched)
+    here = RankWorker(
+        resolved=resolved,
+        seat=seat,
+        launched=launched,
+        runs_dir=runs_dir,
+        working_dir=Path.cwd(),
+        environ=environ,
+        resume=resume,
+    )
+    own = introduce(seat, job, environ, local_rank=launched.local_rank)
+    key, timeout_s = environ.get(JOIN_KEY, ""), start_timeout_s(job, seat.noun)
+    met = meet(seat, own, here.decide, timeout_s=timeout_s, key=key)
+    decided = Decided.from_json(met.decided, seat)
+    run, _ = here.settle(decided)
+    if seat.number == 0:
+        _print_met(here, decided, run.path)
     argv, environment = here.become_rank(decided, run)
-    environment.pop(JOIN_KEY, None)  # the program does not need it
-    if master is not None and not here.launched.port_is_taken:
-        environment |= master.keep_over_exec(listening=here.takes_listener)
+    if met.port is not None and not launched.port_is_taken:
+        environment |= met.port.keep_over_exec(listening=here.takes_listener)
     os.execve(argv[0], argv, environment)  # the same process becomes the rank
+
+
+def _be_node(
+    terminal: Terminal, resolved: ResolvedSpec, runs_dir: Path, resume: str | None, node_rank: int | None
+) -> int:
+    """Meet the other machines, start the ranks of this one, and show how the run goes on until it has ended."""
+    from clusterddp.submission.worker.meeting import meet
+    from clusterddp.submission.worker.place import introduce, seat_of_node, start_timeout_s
+    from clusterddp.submission.worker.worker import Decided, NodeWorker
+
+    job, environ = resolved.job, terminal.environ
+    seat = seat_of_node(job, node_rank)
+    here = NodeWorker(
+        resolved=resolved, seat=seat, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, resume=resume
+    )
+    with contextlib.closing(here.prepare()):
+        own = introduce(seat, job, environ, resumes=here.resumes)
+        met = meet(
+            seat,
+            own,
+            here.decide,
+            timeout_s=start_timeout_s(job, seat.noun),
+            key=environ.get(JOIN_KEY, ""),
+            report=lambda text: say(printable(text)),
+        )
+        carried = here.carry(Decided.from_json(met.decided, seat), met.connections, met.unread)
+    return _stay_with(carried, terminal, runs_dir)
+
+
+def _stay_with(carried: Carried, terminal: Terminal, runs_dir: Path) -> int:
+    """Show how the run goes on until it has ended; its notes and the output of rank 0 on node 0 only."""
+    from clusterddp.run.record import WORKER, read_run
+    from clusterddp.submission.submit import Submitted
+    from clusterddp.system.files import read_json
+
+    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
+    run = carried.run
+    if carried.number == 0:
+        for note in (read_json(run.plan) or {}).get("notes", ()):
+            say_note(note)
+    submitted = Submitted(
+        run=run.name, launcher=WORKER, job_id=read_run(run).job_id, run_dir=run.path, connections=carried
+    )
+    options = StartOptions(runs_dir=runs_dir, output="text", follow=carried.number == 0)
+    return stay_with(submitted, terminal, options, verb="joined")
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
@@ -93,7 +188,7 @@ def _naming_host() -> Iterator[None]:
         raise
 
 
-def _print_met(here: Worker, decided: Decided, run_dir: Path) -> None:
+def _print_met(here: RankWorker, decided: Decided, run_dir: Path) -> None:
     """Print on rank 0 which ranks have met."""
     size = sum(len(ranks) for _, ranks in decided.nodes)
     hosts = f"{len(decided.nodes)} hosts" if len(decided.nodes) > 1 else decided.nodes[0][0]
@@ -105,6 +200,3 @@ def _print_met(here: Worker, decided: Decided, run_dir: Path) -> None:
         say(
             f"note: the spec has {asked.nodes} x {asked.ranks_per_node} = {asked.world_size} ranks; {size} were started"
         )
-
-
-COMMANDS = {"worker": worker}

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import UsageError
 from clusterddp.planning.command_lines import EXEC_MODULE
 from clusterddp.ranks.environment import spell_ranks
-from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by, read_error_file, spell_end
@@ -24,7 +23,6 @@ from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_g
 from clusterddp.run.view import RunState, RunView, final_view
 
 if TYPE_CHECKING:
-    from clusterddp.planning.plan import Plan
     from clusterddp.results.sync import Synchroniser
     from clusterddp.slurm.queue import Slurm
 
@@ -37,21 +35,6 @@ class ExternalLauncher:
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
-
-    def check(self, plan: Plan) -> None:
-        """Refuse nothing: planning has checked everything already."""
-
-    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
-        """Refuse: only the launcher that started the run can start it again."""
-        raise _not_ours(run.name)
-
-    def withdraw(self, run: RunDir) -> str:
-        """Return an empty string: nothing was submitted."""
-        return ""
-
-    def renew(self, plan: Plan) -> Plan:
-        """Refuse for the same reason."""
-        raise _not_ours(plan.run)
 
     def observer(self) -> Slurm | None:
         """Return None: the state follows from files and processes."""
@@ -101,13 +84,6 @@ class ExternalLauncher:
     ) -> RunView | None:
         """Read the state of a run without a final end."""
         return _read_state(run, record, attempt)
-
-
-def _not_ours(run: str) -> UsageError:
-    return UsageError(
-        f"{run}: another launcher started it and has to start it again",
-        hint=f"run the same command as before, with clusterddp worker SPEC --resume {run}",
-    )
 
 
 def _read_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> RunView:

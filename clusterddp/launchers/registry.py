@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from clusterddp.errors import UsageError
 from clusterddp.run.attempts import Report, Started, no_report
-from clusterddp.run.record import FOREIGN
+from clusterddp.run.record import BY_HAND, FOREIGN, WORKER
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Launcher(Protocol):
-    """Starts the processes of runs, ends them, and reads their state, for a command that has the environment `environ`.
+    """Ends the processes of runs and reads their state, for a command that has the environment `environ`.
 
     It keeps no state of its own. `sync` updates the local files of remote runs.
     """
@@ -31,28 +32,6 @@ class Launcher(Protocol):
     @property
     def things(self) -> str:
         """What `clear_away` counts, in the plural."""
-
-    def check(self, plan: Plan) -> None:
-        """Refuse a start that is known to fail, before anything is written.
-
-        Raises: PreflightError.
-        """
-
-    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
-        """Start an attempt whose directory is ready; `report` receives progress messages of slow steps.
-
-        Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have
-        started.
-        """
-
-    def withdraw(self, run: RunDir) -> str:
-        """Undo an interrupted start; return a sentence on the result, or an empty string."""
-
-    def renew(self, plan: Plan) -> Plan:
-        """Return the plan for the next start; values that depend on the machines' state are read again.
-
-        Raises: UsageError, PreflightError: the run cannot start again, or not now.
-        """
 
     def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Ask a run to checkpoint and end; its STOP file is written already.
@@ -105,11 +84,56 @@ class Launcher(Protocol):
         """
 
 
+class Starter(Launcher, Protocol):
+    """Starts the processes of runs, too."""
+
+    def check(self, plan: Plan) -> None:
+        """Refuse a start that is known to fail, before anything is written.
+
+        Raises: PreflightError.
+        """
+
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
+        """Start an attempt whose directory is ready; `report` receives progress messages of slow steps.
+
+        Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have
+        started.
+        """
+
+    def withdraw(self, run: RunDir) -> str:
+        """Undo an interrupted start; return a sentence on the result, or an empty string."""
+
+    def renew(self, plan: Plan) -> Plan:
+        """Return the plan for the next start; values that depend on the machines' state are read again.
+
+        Raises: UsageError, PreflightError: the run cannot start again, or not now.
+        """
+
+
 def launcher_named(name: str, environ: Mapping[str, str]) -> Launcher:
     """Return the launcher that a spec or a record names, for a command with the environment `environ`.
 
     Raises: KeyError: no launcher has this name.
     """
+    if name == FOREIGN:
+        from clusterddp.launchers.external import ExternalLauncher
+
+        return ExternalLauncher(environ)
+    # A node of worker's ends and is read as a local run is.
+    return starter_named("local" if name in {WORKER, "join"} else name, environ)
+
+
+def starter_named(name: str, environ: Mapping[str, str], *, run: str = "") -> Starter:
+    """Return the launcher that starts `run`.
+
+    Raises: UsageError: the run's processes were started by hand or by another launcher. KeyError: as `launcher_named`.
+    """
+    if name in BY_HAND:
+        command, where = BY_HAND[name]
+        raise UsageError(
+            f"{run}: clusterddp worker started it, and has to start it again",
+            hint=f"{command} --resume {run}, {where}, goes on with it",
+        )
     if name == "local":
         from clusterddp.launchers.local.launcher import LocalLauncher
 
@@ -122,12 +146,4 @@ def launcher_named(name: str, environ: Mapping[str, str]) -> Launcher:
         from clusterddp.launchers.ssh.launcher import SshLauncher
 
         return SshLauncher(environ)
-    if name == "join":
-        from clusterddp.launchers.join import JoinLauncher
-
-        return JoinLauncher(environ)
-    if name == FOREIGN:
-        from clusterddp.launchers.external import ExternalLauncher
-
-        return ExternalLauncher(environ)
     raise KeyError(name)

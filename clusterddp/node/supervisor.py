@@ -304,7 +304,7 @@ class Supervisor:
         self._selector.unregister(sys.stdin.fileno())
         if self._parent_bound:
             log_line(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
-            over_ssh = self._order.over_ssh
+            over_ssh = self._order.over_ssh or self._order.spans_hosts
             self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "over_ssh": over_ssh})
             self._ranks.begin_end(now)
 

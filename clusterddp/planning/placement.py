@@ -68,6 +68,8 @@ class Request:
     """What the ranks execute in place of the entry."""
     run: str | None = None
     """The run's name; None: one that is free is chosen."""
+    placed: Placed | None = None
+    """Where the ranks run, if that is decided already; None: the launcher of the spec places them."""
 
     def with_absolute_paths(self) -> Request:
         return dataclasses.replace(self, runs_dir=self.runs_dir.absolute(), working_dir=self.working_dir.absolute())

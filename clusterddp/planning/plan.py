@@ -137,7 +137,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     request = request.with_absolute_paths()
     job = with_absolute_paths(resolved.job, request.working_dir)
     refuse_unplannable(job, request)
-    placed = _PLACE[job.launcher](job, request)
+    placed = request.placed or _PLACE[job.launcher](job, request)
     program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
     run = request.run or choose_run_name(request.runs_dir)
     gang, spec, notes = _plan_ranks(job, request, placed, program, run)

@@ -19,7 +19,7 @@ from typing import Any, Literal
 from clusterddp.wire import build, read_object
 
 JOIN_KEY = "CLUSTERDDP_JOIN_KEY"
-"""The variable that holds the key, for `join` and `worker`."""
+"""The variable that holds the key of `worker`."""
 VERSION = 3
 """The version of the handshake and of all messages; both ends need the same."""
 _NONCE_LEN = 32
@@ -97,20 +97,7 @@ class Signer:
         self._received += 1
         return read_object(body)
 
-    def digest(self, text: str) -> str:
-        """Return a digest that both ends compute alike; it reveals nothing of the text to a process without the key."""
-        return hmac.new(self._key, b"%s digest %s" % (self._both, text.encode()), hashlib.sha256).hexdigest()
-
-    def mask(self, secret: str) -> str:
-        """Encrypt a token (hex) with a pad from the key; a second call decrypts it."""
-        pad = hmac.new(self._key, b"%s secret" % self._both, hashlib.sha256).digest()
-        return bytes(a ^ b for a, b in zip(bytes.fromhex(secret), pad, strict=False)).hex()
-
-    @property
-    def _both(self) -> bytes:
-        assert self._nonces is not None, "the other end's nonce is not known yet"
-        return self._nonces
-
     def _mac(self, role: Role, number: int, body: bytes) -> bytes:
-        text = b"%s %s %d %s" % (self._both, role.encode(), number, body)
+        assert self._nonces is not None, "the other end's nonce is not known yet"
+        text = b"%s %s %d %s" % (self._nonces, role.encode(), number, body)
         return hmac.new(self._key, text, hashlib.sha256).hexdigest().encode()

@@ -8,23 +8,17 @@ from __future__ import annotations
 
 import selectors
 import socket
-import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
-from clusterddp.errors import ClusterddpError
 from clusterddp.rendezvous.acceptor import Acceptor, Refusals
-from clusterddp.rendezvous.connection import Connection, Message, Protocol, flush_all, refusal
+from clusterddp.rendezvous.connection import Connection, Message, Protocol
 
 INTRODUCTION_S = 5.0
 """How long a connection may take to authenticate and to send its first message."""
-_FLUSH_S = 1.0
 _MAX_UNAUTHENTICATED = 64
 """How many connections may be open that have not authenticated; 4 more for each client that is expected."""
-
-_T = TypeVar("_T")
 
 
 class Arrival(NamedTuple):
@@ -103,67 +97,3 @@ class Server:
             self.unproven[connection.peer_address] += 1
         why = str(loss) if loss is not None else f"it did not authenticate within {INTRODUCTION_S:g} s"
         self.refuse(connection, why, now)
-
-
-@dataclass(frozen=True, slots=True)
-class Participant(Generic[_T]):
-    """A client that has authenticated and was counted."""
-
-    connection: Connection
-    introduction: _T
-
-
-class Participants(Generic[_T]):
-    """A server and its participants, by their number; they wait until all of them have connected."""
-
-    def __init__(
-        self,
-        listener: socket.socket,
-        *,
-        protocol: Protocol,
-        key: str,
-        num_expected: int,
-        report: Callable[[str], object],
-    ) -> None:
-        self.by_number: dict[int, Participant[_T]] = {}
-        self._selector = selectors.DefaultSelector()
-        self.server = Server(
-            listener, self._selector, protocol=protocol, key=key, num_expected=num_expected, report=report
-        )
-
-    def take_turn(self, wait_s: float) -> tuple[list[Arrival], dict[int, Participant[_T]]]:
-        """Wait up to `wait_s`; return new clients with their first message, and participants that have disconnected."""
-        ready = {key.fileobj for key, _ in self._selector.select(wait_s)}
-        now = time.monotonic()
-        left = {}
-        for number, participant in list(self.by_number.items()):
-            if participant.connection.sock in ready:
-                participant.connection.receive(now)
-            if participant.connection.lost is not None:
-                participant.connection.close()
-                left[number] = self.by_number.pop(number)
-        return self.server.accept(now), left
-
-    def send_all(self, message: Message) -> None:
-        for participant in self.by_number.values():
-            participant.connection.send(message)
-
-    def close(self, within_s: float) -> None:
-        """Close all connections, after up to `within_s` for data that is still to be sent; the listener stays open."""
-        connections = [participant.connection for participant in self.by_number.values()]
-        flush_all(connections, within_s)
-        for connection in connections:
-            connection.close()
-        self.by_number.clear()
-        self.server.close_unauthenticated()
-        self._selector.close()
-
-
-def refuse(connection: Connection, error: ClusterddpError) -> None:
-    """Send a client the reason why it is refused, and close the connection.
-
-    Left open it would wake the selector again and again once the client is gone.
-    """
-    connection.send(refusal(error))
-    flush_all([connection], _FLUSH_S)
-    connection.close()

@@ -24,7 +24,15 @@ from clusterddp.system.processes import read_process
 
 _T = TypeVar("_T")
 FOREIGN = "none"
-"""The launcher of a run that torchrun, mpirun or another program has started; `job_id` names the program."""
+"""The launcher of a run whose ranks torchrun, mpirun or another program has started; `job_id` names the program."""
+WORKER = "worker"
+"""The launcher of a run that `clusterddp worker` starts, typed on each of its nodes."""
+BY_HAND = {
+    FOREIGN: ("clusterddp worker SPEC", "started as before"),
+    WORKER: ("clusterddp worker SPEC", "on each machine"),
+    "join": ("clusterddp worker SPEC", "on each machine"),
+}
+"""Launchers that clusterddp cannot start again: the command that does, and where; `join`: of earlier versions."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -74,7 +74,7 @@ class Network(Section):
         default=None,
         description='How long the nodes of a run may take to connect, written as time is: "0:30" is 30 seconds. '
         "Default: 1 minute and a second for each node; on Slurm 10 minutes and a second for each node, in which "
-        "container images are pulled, too; 2 minutes for clusterddp worker; 5 minutes for clusterddp join.",
+        "container images are pulled, too; with worker 2 minutes for ranks, 5 minutes for machines of ssh.hosts.",
     )
     host_silence: fields.TimeLimit | None = Field(
         default=None,

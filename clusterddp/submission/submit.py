@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import ClusterddpError, SlurmError, SpecError, UsageError
-from clusterddp.launchers.registry import launcher_named
+from clusterddp.launchers.registry import launcher_named, starter_named
 from clusterddp.launchers.state import read_state
 from clusterddp.planning.local import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
@@ -64,7 +64,7 @@ def submit(plan: Plan, report: Report = no_report) -> Submitted:
     environ = inherited_environment()
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    launcher_named(plan.launcher, environ).check(plan)
+    starter_named(plan.launcher, environ).check(plan)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0, report)
 
@@ -99,7 +99,7 @@ def resume(
     plan = plan_again(run, environ, overrides)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    launcher_named(plan.launcher, environ).check(plan)
+    starter_named(plan.launcher, environ).check(plan)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
     return start_attempt(run, number, report)
@@ -157,7 +157,7 @@ def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_
     `may_wait` no end is recorded.
     """
     name = read_run(run).launcher
-    launcher = launcher_named(name, inherited_environment())
+    launcher = starter_named(name, inherited_environment(), run=run.name)
     try:
         started = launcher.start(run, attempt, report)
     except KeyboardInterrupt:
@@ -223,7 +223,8 @@ def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str]
         from clusterddp.planning.again import plan_changed
 
         changed = plan_changed(plan, run.spec, overrides, environ)
-    renewed = move_plan(launcher_named(plan.launcher, environ).renew(changed), run.path)
+    starter = starter_named(plan.launcher, environ, run=run.name)
+    renewed = move_plan(starter.renew(changed), run.path)
     if overrides:
         write_text(run.spec, renewed.spec_text)
     if renewed != plan:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import io
 import os
@@ -19,7 +18,7 @@ from clusterddp.rendezvous.connection import Connection, Protocol
 from clusterddp.rendezvous.handshake import VERSION, Role, Signer
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
-from tests.fuzz.mutations import TOKEN, Example, Target, rows
+from tests.fuzz.mutations import TOKEN, Example, Target
 
 
 class Wire:
@@ -66,8 +65,7 @@ def connection_with(data: bytes, protocol: Protocol, role: Role) -> Connection:
 
 def said_over_sockets() -> Iterator[Target]:
     yield _link()
-    yield from _ranks()
-    yield from _joining()
+    yield from _meeting()
     yield _probed()
 
 
@@ -93,106 +91,67 @@ def _link() -> Target:
     return Target(name="the link of supervisors", examples=examples, read=read)
 
 
-def _ranks() -> Iterator[Target]:
+def _meeting() -> Iterator[Target]:
     from clusterddp.network.interface import read_links
     from clusterddp.network.socket_links import faster_networks, names_in
-    from clusterddp.ranks.launched import Launched
     from clusterddp.rendezvous.client import Found
-    from clusterddp.rendezvous.rank_client import _await_decision
-    from clusterddp.rendezvous.rank_messages import RANKS, introduce_rank
-    from clusterddp.rendezvous.rank_server import RankServer
-    from clusterddp.submission.worker.place import Decided, nodes_of
+    from clusterddp.submission.worker.meeting import WORKER, Hello, MeetingServer, Result, Seat, await_decision
+    from clusterddp.submission.worker.place import group_by_host
+    from clusterddp.submission.worker.worker import Carried, Decided
 
-    own = introduce_rank(rank=0, world_size=2, world_size_from="WORLD_SIZE", spec="0" * 64, identity="job")
-    hello = {"kind": "join", **dataclasses.asdict(dataclasses.replace(own, rank=1, nonce="other"))}
-    launched = Launched(launcher=None, world_size=2)
+    own = Hello(noun="rank", number=0, size=2, size_from="WORLD_SIZE", spec={"name": "0"}, facts={"torch": "2"})
+    hello = {"kind": "join", **dataclasses.asdict(dataclasses.replace(own, number=1, nonce="other"))}
 
     def read_hello(what: Any, data: bytes, rng: random.Random) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
-            server = RankServer(listener, launched, own, deadline=1e9, key="k")
-            server._participants.server._unauthenticated.append(connection_with(data, RANKS, "server"))
+            seat = Seat(noun="rank", size=2)
+            server = MeetingServer(listener, seat, own, deadline=1e9, key="k", report=lambda text: None)
+            server._server._unauthenticated.append(connection_with(data, WORKER, "server"))
             try:
                 for member in server.take_turn(0.0):
                     server._admit(member)
-                    nodes_of((own, member.introduction))
-                    faster_networks([own.links, member.introduction.links], "127.0.0.1")
+                    group_by_host((own, member.hello))
+                    faster_networks([own.links, member.hello.links], "127.0.0.1")
             finally:
                 server.close()
 
     def read_decided(what: Any, data: bytes, rng: random.Random) -> None:
-        connection = connection_with(b'{"kind": "complete"}\n' + data, RANKS, "client")
-        verdict = _await_decision(Found(connection, connection.receive(1.0)), time.monotonic() - 10)
-        if isinstance(verdict, dict):
-            names_in(Decided.from_json(verdict, world_size=4).networks, read_links())
+        connection = connection_with(b'{"kind": "complete"}\n' + data, WORKER, "client")
+        verdict = await_decision(Found(connection, connection.receive(1.0)), time.monotonic() - 10)
+        if isinstance(verdict, Result):
+            noun: Any = "node" if verdict.decided.get("link") else "rank"
+            names_in(Decided.from_json(verdict.decided, Seat(noun=noun, size=4)).networks, read_links())
 
-    decided = Decided(
+    ranks = Decided(
         run="brisk-otter-3", token=TOKEN, attempt=0, identity="job", nodes=(("a", (0, 1)), ("b", (2, 3))), gpus=False,
         backend="gloo", master_addr="10.0.0.1", master_port=29500, reached="10.0.0.1",
         networks=("10.1.0.0/16",),
     )  # fmt: skip
-    answers = [Example(value={"kind": "decided", "decided": dataclasses.asdict(decided)})]
+    nodes = Decided(run="x", token=TOKEN, attempt=0, reached="10.0.0.1", link={"host": "a", "port": 7})
+    answers = [Example(value={"kind": "decided", "decided": dataclasses.asdict(each)}) for each in (ranks, nodes)]
     yield Target(name="a rank that comes", examples=[Example(value=hello)], read=read_hello)
-    yield Target(name="what rank 0 decides", examples=answers, read=read_decided)
+    yield Target(name="what the first one decides", examples=answers, read=read_decided)
     refused = [
         Example(value={"kind": "refused", "reason": "no", "hint": "none"}),
         Example(value={"kind": "other_job"}),
     ]
-    yield Target(name="what rank 0 refuses", examples=refused, read=read_decided, reads_examples=False)
+    yield Target(name="what the first one refuses", examples=refused, read=read_decided, reads_examples=False)
 
-
-def _joining() -> Iterator[Target]:
-    from clusterddp.rendezvous.client import Found
-    from clusterddp.rendezvous.server import Participants
-    from clusterddp.submission.join.client import JoinClient
-    from clusterddp.submission.join.messages import JOIN
-    from clusterddp.submission.join.server import JoinServer
-
-    facts: dict[str, str | None] = {"clusterddp": "1", "torch": "2", "Python": "3.12"}
-
-    def join_client() -> JoinClient:
-        return JoinClient(hosts=("a", "b"), node_rank=1, port=1, key="k", report=lambda text: None)
-
-    def read_member(what: Any, data: bytes, rng: random.Random) -> None:
-        here = JoinServer(hosts=("a", "b"), spec={"name": "x"}, facts=facts, key="k", port=1, report=lambda text: None)
-        with contextlib.closing(here), socket.create_server(("127.0.0.1", 0)) as listener:
-            here.clients = Participants(listener, protocol=JOIN, key="k", num_expected=2, report=lambda text: None)
-            here.clients.server._unauthenticated.append(connection_with(data, JOIN, "server"))
-            here.take_turn(here.clients, 0.0)
-            here.take_turn(here.clients, 0.0)
-
-    who = {"kind": "join", "node_rank": 1, "host": "b", "pid": 7, "facts": facts, "spec": {"name": "x"}}
-    yield Target(name="a machine that joins", examples=[Example(value=who)], read=read_member)
-
-    def read_beginning(what: Any, data: bytes, rng: random.Random) -> None:
-        connection = connection_with(data, JOIN, "client")
-        with contextlib.closing(join_client()) as client:
-            client._await_beginning(Found(connection, connection.receive(1.0)), time.monotonic() - 10, 0.1)
-
-    begin = {
-        "kind": "begin", "run": "x", "token": TOKEN, "attempt": 0, "link": {"host": "a", "port": 7},
-        "master_addr": "10.0.0.1",
-    }  # fmt: skip
-    said = rows({"kind": "waiting", "for": ["node 2 (c)"]}, begin)
-    yield Target(name="what node 0 says to a machine", examples=[Example(value=said)], read=read_beginning)
-
-    def read_update(what: Any, data: bytes, rng: random.Random) -> None:
-        from clusterddp.submission.join.updates import Joined
-
-        run = RunDir(Path.cwd() / "joined")
+    def read_record(what: Any, data: bytes, rng: random.Random) -> None:
+        run = RunDir(Path.cwd() / "carried")
         shutil.rmtree(run.path, ignore_errors=True)
         run.path.mkdir()
-        supervisor = SimpleNamespace(pid=os.getpid(), poll=lambda: None, stdin=None)
-        with contextlib.closing(join_client()) as client:
-            client._connection = connection_with(data, JOIN, "client")
-            Joined(run, 1, supervisor, client)._exchange()  # type: ignore[arg-type]
+        carried = Carried(run, 1, SimpleNamespace(pid=os.getpid()), writes=True)  # type: ignore[arg-type]
+        carried._connections, carried._unread = [connection_with(data, WORKER, "client")], []
+        carried._receive()
 
     start = {"attempt": 0, "supervisor": dataclasses.asdict(ProcessIdentity.of()), "nodes": []}
     end = {"outcome": "FAILED", "reason": "x", "ended": 1.0, "root_cause": None}
-    updates = [
-        Example(value={"kind": "started", "attempt": 0, "record": start}),
-        Example(value={"kind": "ended", "attempt": 0, "record": end}),
+    records = [
+        Example(value={"kind": "record", "file": "start", "attempt": 0, "record": start}),
+        Example(value={"kind": "record", "file": "end", "attempt": 0, "record": end}),
     ]
-    yield Target(name="updates of a joined run", examples=updates, read=read_update)
+    yield Target(name="records of node 0", examples=records, read=read_record)
 
 
 def _probed() -> Target:

@@ -29,7 +29,7 @@ NODES = ("node1", "node2")
 WORK = Path("/root/work")
 """Where each of the machines has the scripts and the files."""
 REQUIRED = ("torch", "click", "platformdirs", "pydantic", "pyyaml")
-"""What the machines on which `worker` and `join` are typed have installed besides clusterddp."""
+"""What the machines on which `worker` is typed have installed besides clusterddp."""
 CONSOLE_SCRIPTS = {"clusterddp": "clusterddp.cli.main", "torchrun": "torch.distributed.run"}
 RANK_LINE = re.compile(r"^rank (\d+) of (\d+)(?:, local rank (\d+) on node (\d+))?: sum (\d+)$", re.MULTILINE)
 

@@ -91,7 +91,7 @@ ROWS = (
         title="`mp.spawn` in the script",
         spec="resources: {nodes: 2, procs_per_node: 2}\n"
         "entry: {script: spawning.py, owns_ranks: true, args: [--nprocs, '{procs_per_node}']}",
-        cells=(*submitted(ranks_per_node=2), machines("clusterddp join job.yaml", ranks_per_node=2)),
+        cells=(*submitted(ranks_per_node=2), machines("clusterddp worker job.yaml", ranks_per_node=2)),
         none={},
     ),
     Row(
@@ -103,7 +103,7 @@ ROWS = (
                 "clusterddp import ddp.yaml -o mine.yaml &&"
                 " clusterddp submit mine.yaml --launcher slurm 'slurm.nodelist=\"node1,node2\"' --cpu --wait"
             ),
-            machines("clusterddp import ddp.yaml -o mine.yaml && clusterddp join mine.yaml --cpu"),
+            machines("clusterddp import ddp.yaml -o mine.yaml && clusterddp worker mine.yaml --cpu"),
         ),
         none={"local": "its file names two machines by address, and its script goes by them"},
         knows_place=False,
@@ -212,7 +212,7 @@ ROWS = (
                 bonus=1,
             ),
             machines(
-                "clusterddp import hostfile .deepspeed_env -o mine.yaml && clusterddp join mine.yaml --cpu", bonus=1
+                "clusterddp import hostfile .deepspeed_env -o mine.yaml && clusterddp worker mine.yaml --cpu", bonus=1
             ),
         ),
         none={"local": "its hosts are other machines", "slurm": "Slurm chooses the hosts"},

@@ -15,7 +15,7 @@ from clusterddp.cli.terminal import WITHOUT_REASON, Column, duration, lay_out, r
 from clusterddp.look.printable import printable
 from clusterddp.look.status import has_checkpoint
 from clusterddp.run.outcome import read_end
-from clusterddp.run.record import FOREIGN
+from clusterddp.run.record import BY_HAND, FOREIGN
 from clusterddp.system.files import read_json
 from clusterddp.system.units import format_bytes, format_count
 
@@ -34,10 +34,6 @@ MOST_RANKS_ONE_BY_ONE = 8
 _MOST_VALUES_SHOWN = 4
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _FEWEST_BARS = 4
-_BY_HAND = {
-    "join": ("clusterddp join SPEC", "on each machine"),
-    FOREIGN: ("clusterddp worker SPEC", "started as before"),
-}
 
 
 def warning_text(warning: str) -> str:
@@ -283,8 +279,8 @@ def _again(run: RunDir, address: str) -> tuple[str, str]:
     """Return the command that continues a run that has ended, or repeats it."""
     launcher = (read_json(run.record) or {}).get("launcher")
     goes_on = has_checkpoint(run) or _stopped_by_itself(run)
-    if launcher in _BY_HAND:
-        command, where = _BY_HAND[launcher]
+    if launcher in BY_HAND:
+        command, where = BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
     else:
         command = f"clusterddp {'resume' if goes_on else 'submit'} {address}"
@@ -301,7 +297,7 @@ def _stopped_by_itself(run: RunDir) -> bool:
 def _further(run: RunDir, address: str) -> list[tuple[str, str]]:
     """Return the command that gives a completed run more to do, or starts it once more; none for ranks by hand."""
     plan = read_json(run.plan) or {}
-    if plan.get("launcher", "local") in _BY_HAND:
+    if plan.get("launcher", "local") in BY_HAND:
         return []
     if plan.get("spec", {}).get("train") and has_checkpoint(run):
         return [("go further", f"clusterddp resume {address} train.epochs=N")]

@@ -1,113 +1,184 @@
-"""The nodes, devices, threads and interfaces of a run, from the introductions of its ranks."""
+"""The place of this process in a run: a rank that another launcher has started, or this machine as a node of the spec.
+
+And what each brings to the meeting, which specs it refuses, and the nodes, devices and networks that follow from all.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import importlib.metadata
+import json
 import os
+import platform
 from collections.abc import Mapping
-from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import PreflightError
-from clusterddp.network.interface import interface_towards, is_loopback, loopback, named_interface
-from clusterddp.network.socket_links import faster_networks
-from clusterddp.planning.program import TRAINER
-from clusterddp.rendezvous.rank_messages import RankHello, RanksMet
-from clusterddp.run.directory import MAX_ATTEMPTS, is_run_name, is_token
-from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.wire import build
+from clusterddp import __version__
+from clusterddp.errors import PreflightError, UsageError
+from clusterddp.network.interface import (
+    Interface,
+    interface_towards,
+    is_loopback,
+    loopback,
+    named_interface,
+    own_addresses,
+    read_links,
+)
+from clusterddp.network.own_host import find_own_index, look_up, read_own_host
+from clusterddp.network.port import walk_ports
+from clusterddp.network.socket_links import faster_networks, report_links
+from clusterddp.planning.prerequisites import check_secrets
+from clusterddp.ranks.environment import Variable
+from clusterddp.ranks.launched import ask_pmi
+from clusterddp.rendezvous.handshake import JOIN_KEY
+from clusterddp.submission.worker.meeting import Hello, Met, Seat, digest_spec
 
 if TYPE_CHECKING:
+    from clusterddp.ranks.launched import Launched
     from clusterddp.spec.model import JobSpec
 
-
-_MAX_TEXT = 1024
-"""Of a host's name or address, or of the identity of the job."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Decided:
-    """What rank 0 decides and sends to all ranks."""
-
-    run: str
-    token: str
-    attempt: int
-    identity: str
-    nodes: tuple[tuple[str, tuple[int, ...]], ...]
-    """By node rank: the host and its ranks, in the order of their local ranks."""
-    gpus: bool
-    """True: each rank computes on a GPU."""
-    backend: str
-    master_addr: str
-    master_port: int
-    reached: str
-    """The address by which the others reach rank 0's host."""
-    networks: tuple[str, ...] = ()
-    """Those that NCCL's sockets use instead of the one by which rank 0 is reached."""
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any], world_size: int) -> Decided:
-        """Check the answer of rank 0 to `world_size` ranks: without a key, any process at its port may have sent it.
-
-        Raises: PreflightError: rank 0 cannot have sent it.
-        """
-        try:
-            decided: Decided = build(cls, data, "rank 0's answer")
-        except ValueError as error:
-            raise PreflightError(f"another process answers as rank 0: {error}") from error
-        ranks = sorted(rank for _, of_host in decided.nodes for rank in of_host)
-        fits = 0 < decided.master_port < 65536 and 0 <= decided.attempt < MAX_ATTEMPTS
-        if not (is_run_name(decided.run) and is_token(decided.token) and fits):
-            raise PreflightError(f"another process answers as rank 0: it names the run {decided.run!r:.60}")
-        if ranks != list(range(world_size)):
-            raise PreflightError(f"another process answers as rank 0: its ranks are not 0 to {world_size - 1}")
-        texts = (decided.identity, decided.master_addr, decided.reached, *(host for host, _ in decided.nodes))
-        if not all(text.isprintable() and len(text) < _MAX_TEXT for text in texts):
-            raise PreflightError("another process answers as rank 0: it sends a name that no host has")
-        return decided
+_TIMEOUT_S = {"rank": 120.0, "node": 300.0}
+"""How long participants wait for each other where network.start_timeout does not say; people type on every node."""
 
 
-def nodes_of(hellos: tuple[RankHello, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
-    """Group the ranks into nodes by their place, in the order of their first ranks."""
-    places: dict[tuple[str, str], list[RankHello]] = {}
+def start_timeout_s(job: JobSpec, noun: str) -> float:
+    """Return how long the participants of a run may take to meet, in seconds."""
+    return float(job.network.start_timeout.seconds) if job.network.start_timeout else _TIMEOUT_S[noun]
+
+
+def complete_launched(launched: Launched, job: JobSpec, environ: Mapping[str, str]) -> Launched:
+    """Add the port that the spec names, where the launcher sets none, and what only PMI knows.
+
+    Raises: UsageError: the launcher sets another port. PreflightError: PMI does not answer.
+    """
+    port, given = job.network.master_port, launched.variables.get("MASTER_PORT")
+    if port != "auto" and not launched.port_is_taken:
+        if given and given.origin.endswith("MASTER_PORT") and int(given.value) != port:
+            raise UsageError(
+                f"{given.origin} is {given.value} and network.master_port is {port}: two numbers for one port",
+                hint=f"unset {given.origin}, or network.master_port=auto",
+            )
+        known = {**launched.variables, "MASTER_PORT": Variable(str(port), "network.master_port")}
+        launched = dataclasses.replace(launched, master_port=port, variables=known)
+    if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
+        return ask_pmi(launched, environ, own_addresses(), start_timeout_s(job, "rank"))
+    return launched
+
+
+def seat_of_rank(launched: Launched) -> Seat:
+    """Return the place of a rank that another launcher has started."""
+    size, address, port = (launched.variables.get(name) for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
+    given = launched.master_port is not None and not launched.port_is_taken
+    return Seat(
+        noun="rank",
+        number=launched.rank,
+        size=launched.world_size,
+        size_from=size.origin if size else "alone",
+        hosts=launched.master_addrs,
+        hosts_from=address.origin if address else "the launcher",
+        port=launched.master_port if given else None,
+        port_from=port.origin if port and given else "the job's name",
+        identity="" if given else f"{launched.identity}:{launched.start}",
+    )
+
+
+def seat_of_node(job: JobSpec, node_rank: int | None) -> Seat:
+    """Find this machine among the hosts of the spec; `node_rank`: which one it is, if its addresses do not show it.
+
+    Raises: UsageError: the spec has no such node. PreflightError: this machine is none of the hosts, or several.
+    """
+    from clusterddp.spec.hosts import share_out
+
+    hosts = tuple(share.host.host for share in share_out(job))
+    if node_rank is None:
+        node_rank = find_own_index(look_up(hosts), read_own_host())
+    elif node_rank >= len(hosts):
+        raise UsageError(f"--node-rank {node_rank}: the spec has nodes 0 to {len(hosts) - 1}: {', '.join(hosts)}")
+    port = job.network.master_port
+    return Seat(
+        noun="node",
+        number=node_rank,
+        size=len(hosts),
+        size_from="ssh.hosts",
+        names=hosts,
+        hosts=hosts[:1],
+        hosts_from="ssh.hosts",
+        port=walk_ports(f"join:{job.name}", 1)[0] if port == "auto" else port,
+        port_from="the spec's name" if port == "auto" else "network.master_port",
+    )
+
+
+def introduce(
+    seat: Seat, job: JobSpec, environ: Mapping[str, str], *, local_rank: int | None = None, resumes: str | None = None
+) -> Hello:
+    """Make this participant's first message; torch's version is read without an import of torch.
+
+    `resumes`: the run that this node resumes, which has to be the same on all.
+    """
+    from clusterddp.spec.load import flatten
+
+    try:
+        torch = importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        torch = ""
+    facts = {"torch": torch, "clusterddp": __version__}
+    if seat.noun == "node":
+        facts |= {"Python": ".".join(platform.python_version_tuple()[:2]), "--resume": resumes or ""}
+    gpus = count_gpus(job, environ) if seat.noun == "rank" else 0
+    values = {key: json.dumps(value, sort_keys=True) for key, value in flatten(job.model_dump(mode="json")).items()}
+    return Hello(
+        noun=seat.noun,
+        number=seat.number,
+        size=seat.size,
+        size_from=seat.size_from,
+        spec=digest_spec(values, environ.get(JOIN_KEY, "")),
+        facts=facts,
+        local_rank=local_rank,
+        gpus=gpus,
+        links=report_links(read_links()) if gpus else {},
+        identity=seat.identity,
+    )
+
+
+def refuse_job(job: JobSpec, environ: Mapping[str, str]) -> None:
+    """Refuse a spec that ranks of another launcher cannot run.
+
+    Raises: UsageError: it starts ranks itself, is many runs, has a container, or a secret is not set.
+    """
+    if job.entry and job.entry.owns_ranks:
+        raise UsageError(
+            "entry.owns_ranks starts its ranks itself, and here each rank has been started already",
+            hint="clusterddp submit, or worker on the machines of ssh.hosts, starts one process on each",
+        )
+    if job.sweep:
+        raise UsageError("a spec with a sweep is many runs; a worker is of one", hint="~sweep drops the section")
+    if job.container:
+        raise UsageError(
+            "container: another launcher starts the ranks, and it has to start them in the container",
+            hint="~container on the command line; srun --container-image=... clusterddp worker SPEC",
+        )
+    check_secrets(job.all_secrets, environ)
+
+
+def group_by_host(hellos: tuple[Hello, ...]) -> tuple[tuple[str, tuple[int, ...]], ...]:
+    """Group ranks into nodes by their place, in the order of their first ranks."""
+    places: dict[tuple[str, str], list[Hello]] = {}
     for hello in hellos:
         places.setdefault(hello.place, []).append(hello)
     return tuple(
-        (host, tuple(hello.rank for hello in sorted(ranks, key=lambda each: (each.local_rank or 0, each.rank))))
+        (host, tuple(hello.number for hello in sorted(ranks, key=lambda each: (each.local_rank or 0, each.number))))
         for (host, _), ranks in places.items()
     )
 
 
-def gang_of(decided: Decided, job: JobSpec, *, rank: int, working_dir: Path) -> Gang:
-    """Return the gang as it is on this rank's host; its entry is the trainer until the run's plan names another one."""
-    nodes = tuple(
-        Node(node_rank=node_rank, host=host, ranks=ranks, slurm_chooses_gpus=True)
-        for node_rank, (host, ranks) in enumerate(decided.nodes)
-    )
-    own = next(ranks for _, ranks in decided.nodes if rank in ranks)
-    return Gang(
-        run=decided.run,
-        token=decided.token,
-        nodes=nodes,
-        entry=Entry(kind="module", target=TRAINER, args=(), working_dir=str(working_dir), import_paths=()),
-        threads_per_rank=job.resources.cpus_per_task or count_threads(len(own)),
-        backend="nccl" if decided.backend == "nccl" else "gloo",
-        on_cpu=not decided.gpus,
-        master_addr=decided.master_addr,
-        master_port=decided.master_port,
-        env=dict(job.env),
-        restarts=job.restarts,
-    )
-
-
-def decide_gpus(job: JobSpec, hellos: tuple[RankHello, ...]) -> bool:
+def decide_gpus(job: JobSpec, hellos: tuple[Hello, ...]) -> bool:
     """Decide whether the ranks compute on GPUs: when each has one and the spec does not choose the CPU.
 
     Raises: PreflightError: the spec demands GPUs, and a rank has none.
     """
     if job.device == "cpu" or job.resources.gpus_per_node == 0:
         return False
-    sizes = {host: len(ranks) for host, ranks in nodes_of(hellos)}
+    sizes = {host: len(ranks) for host, ranks in group_by_host(hellos)}
     without = [hello for hello in hellos if hello.gpus < sizes[hello.host] and hello.gpus != 1] + [
         hello for hello in hellos if hello.gpus == 0
     ]
@@ -133,22 +204,20 @@ def count_threads(num_ranks: int) -> int:
     return max(1, mine if mine < (os.cpu_count() or 1) else mine // num_ranks)
 
 
-def decide_networks(job: JobSpec, met: RanksMet) -> tuple[str, ...]:
+def decide_networks(job: JobSpec, met: Met) -> tuple[str, ...]:
     """Decide which networks NCCL's sockets use; none: the one by which rank 0 is reached."""
-    hosts = {hello.place: hello.links for hello in reversed(met.hellos)}
+    hosts: dict[Any, dict[str, int]] = {hello.place: hello.links for hello in reversed(met.hellos)}
     if job.network.interface != "auto" or len(hosts) == 1:
         return ()
     first = hosts.pop(met.hellos[0].place)
     return faster_networks([first, *hosts.values()], met.reached)
 
 
-def choose_interface(job: JobSpec, decided: Decided) -> str | None:
-    """Choose the interface of this host that carries the gang's traffic.
+def choose_interface(job: JobSpec, reached: str, num_nodes: int) -> Interface:
+    """Choose the interface of this host that carries the traffic of the run; `reached`: the address of the first host.
 
-    Raises: ClusterddpError: there is no route to rank 0, or this host lacks the interface that the spec names.
+    Raises: ClusterddpError: there is no route to it, or this host lacks the interface that the spec names.
     """
     if job.network.interface != "auto":
-        return named_interface(job.network.interface).name
-    if len(decided.nodes) == 1 and is_loopback(decided.reached):
-        return loopback().name
-    return interface_towards(decided.reached).name
+        return named_interface(job.network.interface)
+    return loopback() if num_nodes == 1 and is_loopback(reached) else interface_towards(reached)

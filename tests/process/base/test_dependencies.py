@@ -38,7 +38,6 @@ ARGUMENTS = {
     "hosts": "hosts host.invalid",
     "import": "import hostfile",
     "init": "init new.yaml",
-    "join": "join job.yaml --node-rank 9",
     "list": "list",
     "logs": "logs RUN",
     "manifest": "manifest job.yaml --image x",

@@ -63,6 +63,29 @@ def test_without_a_launcher_there_is_one_rank(place: Place) -> None:
     assert place.values("WORLD_SIZE") == ["1"]
 
 
+def test_without_a_launcher_a_machine_of_the_hosts_starts_its_ranks(tmp_path: Path) -> None:
+    place = Place(tmp_path).write(more="ssh: {hosts: [127.0.0.1]}\nresources: {procs_per_node: 2}\ndevice: cpu")
+    done = place.run(*worker())
+    assert done.returncode == 0, done.stderr
+    assert place.values("RANK") == place.values("LOCAL_RANK") == ["0", "1"]
+    status = place.status()
+    assert (status["state"], status["launcher"]) == ("COMPLETED", "worker")
+
+
+def test_the_place_of_a_machine_can_be_named(tmp_path: Path) -> None:
+    place = Place(tmp_path).write(more="ssh: {hosts: [127.0.0.1, 127.0.0.2]}\ndevice: cpu")
+    ended = wait_for([place.start(*worker("--node-rank", str(number))) for number in (1, 0)])
+    assert [each.code for each in ended] == [0, 0], ended
+    assert place.values("GROUP_RANK") == ["0", "1"]
+    done = place.run(*worker("--node-rank", "2"))
+    assert (done.returncode, "the spec has nodes 0 to 1" in done.stderr) == (2, True)
+
+
+def test_a_rank_of_a_launcher_has_its_place_from_the_launcher(place: Place) -> None:
+    (ended,) = place.by_hand([0], 2, "--node-rank", "0")
+    assert (ended.code, "--node-rank is for machines of ssh.hosts" in ended.err) == (2, True)
+
+
 def test_the_process_that_the_launcher_started_becomes_the_rank(place: Place) -> None:
     process = place.start(*worker())
     wait_for([process])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import os
 import re
 import resource
@@ -20,18 +21,15 @@ import clusterddp
 from clusterddp.errors import PreflightError
 from clusterddp.rendezvous.acceptor import PER_TURN, REST_S, Acceptor, Refusals
 from clusterddp.rendezvous.handshake import Signer, UnprovenError, VersionError
-from clusterddp.submission.join.client import JoinClient
-from clusterddp.submission.join.server import JoinServer
-from clusterddp.submission.worker.place import Decided
+from clusterddp.submission.worker.meeting import Hello, Seat, digest_spec, meet
+from clusterddp.submission.worker.worker import Decided
 from tests.support.gang_runs import GangRun, running
 from tests.support.paths import ROOT
 from tests.support.waiting import PATIENCE, wait_until
 from tests.support.worker_ranks import Place, meeting, wait_for, worker
 
 FACTS = {"torch": "2.13.0"}
-SPEC = {"name": "lan", "env.API_KEY": "a-secret-value", "restarts": 2}
-_NO_LISTENER = {"rendezvous/rank_server.py"}
-"""Files whose `bind` only tries whether an address is this host's, or whose `listen` is a method of ours."""
+SPEC = {"name": "lan", "env.API_KEY": "a-secret-value", "restarts": "2"}
 DECIDED: dict[str, Any] = {
     "run": "brisk-otter-3",
     "token": "0" * 32,
@@ -103,21 +101,30 @@ def free_port() -> int:
         return int(server.getsockname()[1])
 
 
-def join_server(key: str, said: list[str]) -> JoinServer:
-    return JoinServer(hosts=["a", "b"], spec=SPEC, facts=FACTS, key=key, port=free_port(), report=said.append)
+def seat(number: int, port: int) -> Seat:
+    return Seat(
+        noun="node", number=number, size=2, size_from="ssh.hosts", names=("a", "b"), hosts=("127.0.0.1",), port=port
+    )
+
+
+def hello(of: Seat, key: str) -> Hello:
+    return Hello(
+        noun=of.noun, number=of.number, size=2, size_from="ssh.hosts", spec=digest_spec(SPEC, key), facts=FACTS
+    )
 
 
 @contextlib.contextmanager
-def waiting(node_0: JoinServer, timeout_s: float) -> Iterator[None]:
-    """Let node 0 wait for the others meanwhile."""
+def waiting(key: str, reports: list[str], timeout_s: float) -> Iterator[int]:
+    """Let node 0 wait for the others meanwhile; yield its port."""
+    node_0 = seat(0, free_port())
 
     def gather() -> None:
         with contextlib.suppress(PreflightError):
-            node_0.gather(timeout_s)
+            meet(node_0, hello(node_0, key), lambda met: {}, timeout_s=timeout_s, key=key, report=reports.append)
 
     thread = threading.Thread(target=gather)
     thread.start()
-    yield
+    yield node_0.port or 0
     thread.join(PATIENCE * 20)
     assert not thread.is_alive()
 
@@ -132,11 +139,13 @@ def call(port: int) -> socket.socket:
             time.sleep(0.01)
 
 
-def join_as_node_1(port: int, key: str) -> None:
+def join_as_node_1(port: int, key: str, timeout_s: float = 5.0) -> None:
     """Be node 1, and leave."""
-    client = JoinClient(hosts=["127.0.0.1", "b"], node_rank=1, port=port, key=key, report=lambda said: None)
-    with contextlib.closing(client):
-        client.join(SPEC, FACTS, PATIENCE * 5)
+    node_1 = seat(1, port)
+    met = meet(node_1, hello(node_1, key), lambda met: {}, timeout_s=PATIENCE * timeout_s, key=key)
+    for connection in met.connections:
+        connection.close()
+    Decided.from_json(met.decided, node_1)
 
 
 def test_lines_are_read_once_in_their_direction_and_with_their_key() -> None:
@@ -174,9 +183,8 @@ def test_another_version_is_named(version: str) -> None:
 
 def test_a_machine_and_a_node_0_of_other_versions_refuse_each_other_by_name() -> None:
     reports: list[str] = []
-    of_before = Signer("join", "", "client").hello().replace(b'"version": 3', b'"version": 2')
-    node_0 = join_server("", reports)
-    with waiting(node_0, 2.0), call(node_0.port) as stranger:
+    of_before = Signer("worker", "", "client").hello().replace(b'"version": 3', b'"version": 2')
+    with waiting("", reports, 2.0) as port, call(port) as stranger:
         stranger.sendall(of_before)
         stranger.settimeout(PATIENCE * 5)
         while stranger.recv(4096):
@@ -184,7 +192,7 @@ def test_a_machine_and_a_node_0_of_other_versions_refuse_each_other_by_name() ->
     assert any(
         "127.0.0.1: it has another version of clusterddp: its rendezvous is 2, here it is 3" in each for each in reports
     )
-    refused = pytest.raises(PreflightError, match=r"node 0 at .*: it has another version of clusterddp")
+    refused = pytest.raises(PreflightError, match=r"did not reach node 0 at .*: it has another version of clusterddp")
     with serving(lambda sock: (sock.sendall(of_before), sock.recv(4096))) as port, refused:
         join_as_node_1(port, "")
 
@@ -217,52 +225,42 @@ def test_without_a_key_a_node_0_gets_no_value_of_the_spec() -> None:
         {"attempt": "1"},
         {"link": {"host": "127.0.0.1", "port": 70000}},
         {"link": None},
-        {"master_addr": ["a"]},
-        {"master_addr": "10.0.0.1\0"},
+        {"reached": ["a"]},
+        {"reached": "10.0.0.1\0"},
     ],
 )
 def test_an_answer_that_no_node_0_gives_is_refused(change: dict[str, Any]) -> None:
     link = {"host": "127.0.0.1", "port": 4711}
-    begin = {
-        "kind": "begin",
-        "run": "brisk-otter-3",
-        "token": "0" * 32,
-        "attempt": 0,
-        "master_addr": "127.0.0.1",
-        "link": link,
-    }
+    decided = {"run": "brisk-otter-3", "token": "0" * 32, "attempt": 0, "reached": "127.0.0.1", "link": link}
 
     def answer(sock: socket.socket) -> None:
-        head = Stranger(sock, "join", "server")
+        head = Stranger(sock, "worker", "server")
         head.read(), head.read()
-        head.send(begin | change)
+        head.send({"kind": "decided", "decided": decided | change})
         head.read_all()
 
-    refused = pytest.raises(PreflightError, match="the process that answers is not node 0")
+    refused = pytest.raises(PreflightError, match="another process answers as node 0")
     with serving(answer) as port, refused:
         join_as_node_1(port, "")
 
 
 def test_node_0_with_a_key_sends_a_stranger_nothing_but_a_nonce_and_a_signature() -> None:
     reports: list[str] = []
-    node_0 = join_server("mum", reports)
-    with waiting(node_0, 2.0):
-        stranger = Stranger(call(node_0.port), "join", "client")
-        stranger.send({"kind": "join", "node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "spec": {}})
+    with waiting("mum", reports, 2.0) as port:
+        stranger = Stranger(call(port), "worker", "client")
+        stranger.send({"kind": "join", **dataclasses.asdict(hello(seat(1, port), ""))})
         got = stranger.read_all()
     assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"2.13.0", b"refuse"))
     assert "a connection was refused: 127.0.0.1: it does not know the same CLUSTERDDP_JOIN_KEY" in reports
 
 
 def test_node_0_without_a_key_sends_no_value_and_no_key_that_the_other_does_not_name() -> None:
-    node_0 = join_server("", [])
-    with waiting(node_0, 1.0):
-        stranger = Stranger(call(node_0.port), "join", "client")
-        stranger.send(
-            {"kind": "join", "node_rank": 1, "host": "b", "pid": 1, "facts": FACTS, "digests": {"restarts": "0"}}
-        )
+    with waiting("", [], 1.0) as port:
+        stranger = Stranger(call(port), "worker", "client")
+        false = dataclasses.replace(hello(seat(1, port), ""), spec={"restarts": "0"})
+        stranger.send({"kind": "join", **dataclasses.asdict(false), "left_s": 60.0})
         got = stranger.read_all()
-    assert b"its spec differs from node 0's: restarts differs; and 2 more" in got
+    assert b"other values of restarts, 2 more" in got
     assert not any(word in got for word in (b"a-secret-value", b"API_KEY", b"lan"))
 
 
@@ -325,7 +323,7 @@ def test_a_false_rank_0_makes_no_directory_outside_that_of_the_runs(tmp_path: Pa
 )
 def test_what_no_rank_0_decides_is_refused(change: dict[str, Any]) -> None:
     with pytest.raises(PreflightError, match="another process answers as rank 0"):
-        Decided.from_json(DECIDED | change, 2)
+        Decided.from_json(DECIDED | change, Seat(noun="rank", size=2))
 
 
 def test_every_file_that_listens_is_in_the_table_of_listeners() -> None:
@@ -336,7 +334,7 @@ def test_every_file_that_listens_is_in_the_table_of_listeners() -> None:
         if re.search(r"\.(listen|bind|create_server)\([^)*]|bind_port\(", path.read_text())
     }
     assert {"node/link.py", "network/port.py"} < files
-    assert [name for name in sorted(files - _NO_LISTENER) if f"`{name}`" not in table] == []
+    assert [name for name in sorted(files) if f"`{name}`" not in table] == []
 
 
 def test_a_turn_takes_some_connections_and_the_next_one_more() -> None:
@@ -415,7 +413,7 @@ def test_a_supervisor_without_descriptors_waits_and_does_not_turn(tmp_path: Path
 
 def _false_node_0(sock: socket.socket) -> bytes:
     """Be a node 0 that knows no key; return all that came."""
-    head = Stranger(sock, "join", "server")
+    head = Stranger(sock, "worker", "server")
     with contextlib.suppress(AssertionError, ValueError, OSError):
         head.read(), head.read()
         head.send({"kind": "refused", "reason": "no", "hint": None})

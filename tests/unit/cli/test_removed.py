@@ -15,6 +15,7 @@ from clusterddp.cli.main import main
         ("explain", "clusterddp submit SPEC -n -v"),
         ("du", "clusterddp list --wide"),
         ("rerun", "clusterddp submit RUN"),
+        ("join", "type clusterddp worker SPEC on each machine of ssh.hosts"),
         ("relay", "your script calls W&B, MLflow or Trackio"),
     ],
 )

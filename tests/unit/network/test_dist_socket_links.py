@@ -11,8 +11,8 @@ from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.network.socket_links import faster_networks, names_in, report_links
 from clusterddp.node.head import JoinedNodes
 from clusterddp.node.rank_network import find_rank_network
-from clusterddp.rendezvous.rank_messages import RanksMet, introduce_rank
 from clusterddp.spec.load import load_spec
+from clusterddp.submission.worker.meeting import Hello, Met
 from clusterddp.submission.worker.place import decide_networks
 from tests.support.launch_runs import plan_text
 
@@ -92,17 +92,22 @@ def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
         assert network.facts()["nccl_interfaces"] == (tuple(expected[1:].split(",")) if expected != "=eno1" else ())
 
 
-def seen(*hosts: tuple[Link, ...]) -> RanksMet:
+def seen(*hosts: tuple[Link, ...]) -> Met:
     """Return the ranks that rank 0 of `clusterddp worker` has met: two ranks on each host."""
     hellos = [
-        dataclasses.replace(
-            introduce_rank(rank=rank, world_size=2 * len(hosts), world_size_from="x", spec=""),
+        Hello(
+            noun="rank",
+            number=rank,
+            size=2 * len(hosts),
+            size_from="x",
+            spec={},
+            facts={},
             host=f"h{rank // 2}",
             links=report_links(at(11 + rank // 2, *hosts[rank // 2])),
         )
         for rank in range(2 * len(hosts))
     ]
-    return RanksMet(hellos=tuple(hellos), reached="10.0.0.11", port=1)
+    return Met(hellos=tuple(hellos), reached="10.0.0.11", port=1)
 
 
 def test_ranks_of_another_launcher_decide_for_the_same_network(tmp_path) -> None:

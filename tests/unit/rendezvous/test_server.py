@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from clusterddp.rendezvous.client import AuthenticatedAttempt, Found
+from clusterddp.rendezvous.client import AuthenticatedAttempt
 from clusterddp.rendezvous.connection import Protocol
-from clusterddp.rendezvous.server import INTRODUCTION_S, Participant, Participants, Server
+from clusterddp.rendezvous.server import INTRODUCTION_S, Server
 from tests.support.waiting import PATIENCE, wait_until
 
 TEST = Protocol(name="test", key="key", max_bytes_to_server=4096, max_bytes_to_client=4096)
@@ -70,30 +70,6 @@ def test_a_client_with_another_key_is_counted_by_its_address(place: Place) -> No
     wait_until(lambda: attempt.look(0.0) is None and attempt.is_over(0.0))
     assert str(attempt.loss) == "it does not know the same key"
     attempt.close()
-
-
-def test_a_participant_that_disconnects_is_named(place: Place) -> None:
-    participants: Participants[str] = Participants(
-        place.listener, protocol=TEST, key="k", num_expected=1, report=place.reports.append
-    )
-    attempt = _attempt(place.listener.getsockname(), "k")
-    found: list[Found] = []
-
-    def meet() -> bool:
-        for connection, message in participants.take_turn(0.01)[0]:
-            participants.by_number[1] = Participant(connection, str(message["kind"]))
-            participants.send_all({"kind": "welcome"})
-        answer = attempt.look(time.monotonic())
-        found.extend([answer] if answer else [])
-        return bool(found)
-
-    wait_until(meet)
-    assert found[0].messages == [{"kind": "welcome"}]
-    found[0].connection.close()
-    left: dict[int, object] = {}
-    wait_until(lambda: bool(left.update(participants.take_turn(0.01)[1]) or left))
-    assert (list(left), participants.by_number) == ([1], {})
-    participants.close(0.0)
 
 
 def _attempt(address: tuple[str, int], key: str) -> AuthenticatedAttempt:

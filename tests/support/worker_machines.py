@@ -1,4 +1,4 @@
-"""Machines of a rack on each of which a user types `clusterddp join`."""
+"""Machines of a rack on each of which a user types `clusterddp worker`."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class Machines:
             self.place(node).mkdir(exist_ok=True)
             (self.place(node) / name).write_text(text)
 
-    def join(self, node: str, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
-        """Type `clusterddp join job.yaml` on a machine."""
-        command = [sys.executable, "-m", "clusterddp", "join", "job.yaml", *arguments]
+    def worker(self, node: str, *arguments: str, environ: Mapping[str, str] | None = None) -> subprocess.Popen[str]:
+        """Type `clusterddp worker job.yaml` on a machine."""
+        command = [sys.executable, "-m", "clusterddp", "worker", "job.yaml", *arguments]
         variables = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1", **(environ or {})}
         process = subprocess.Popen(
             self.rack.argv(node, command, cwd=self.place(node), env=variables),
@@ -84,7 +84,7 @@ class Machines:
 
 
 def result(process: subprocess.Popen[str], within_s: float = 90) -> tuple[int, str]:
-    """Return how a `join` ended, and everything that it said, on one line."""
+    """Return how a `worker` ended, and everything that it said, on one line."""
     said, _ = process.communicate(timeout=PATIENCE * within_s)
     return process.returncode, " ".join(said.split())
 
@@ -99,7 +99,7 @@ def interrupt(process: subprocess.Popen[str], sig: signal.Signals = signal.SIGIN
 
 @contextmanager
 def machines_on(rack: Rack) -> Iterator[Machines]:
-    path = rack.dir / "shared" / f"join-{uuid.uuid4().hex[:8]}"
+    path = rack.dir / "shared" / f"worker-{uuid.uuid4().hex[:8]}"
     path.mkdir()
     machines = Machines(rack, path)
     try:

@@ -1,1 +1,0 @@
-"""The join command: each machine of a run joins from a terminal of its own."""
