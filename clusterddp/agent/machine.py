@@ -13,7 +13,7 @@ from clusterddp.agent.store import find_place
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.leftovers import find_runs
-from clusterddp.run.stored import find_stored, remove_run, remove_stored
+from clusterddp.run.stored import find_stored, remove_stored
 from clusterddp.system.devices import list_gpus, visible_gpus
 from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, take_leases
 
@@ -95,9 +95,7 @@ def list_here(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]
 
 
 def remove(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Remove the directories of ended `runs` (name -> token), and those of `places` that are still that old."""
-    removed = [remove_run(host.run_dir(name), token) for name, token in (request["runs"] or {}).items()]
-    if request["places"]:
-        older_than_s = request["older_than_s"] or 0.0
-        removed += remove_stored(host.root, request["places"], older_than_s=older_than_s, in_use=[host.package.name])
+    """Remove those of `places` that are still that old and not in use; `older_than_s` null: ended runs, at any age."""
+    older_than_s, in_use = request["older_than_s"], [host.package.name]
+    removed = remove_stored(host.root, request["places"], older_than_s=older_than_s, in_use=in_use)
     return {"removed": [dataclasses.asdict(each) for each in removed]}

@@ -106,10 +106,7 @@ OPERATIONS: Mapping[str, Operation] = {
     "host.list": Operation(
         {"tokens": list[str] | None, "older_than_s": float | None}, {"runs": list[RunHere], "stored": Storage | None}
     ),
-    "host.remove": Operation(
-        {"runs": dict[str, str] | None, "places": list[str] | None, "older_than_s": float | None},
-        {"removed": list[Removed]},
-    ),
+    "host.remove": Operation({"places": list[str], "older_than_s": float | None}, {"removed": list[Removed]}),
     # Uploads.
     "store.compare": Operation(
         {"sum": str | None, "target": str | None},

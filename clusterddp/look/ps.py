@@ -86,17 +86,12 @@ class Hosts:
         replies = self._ask("host.list", facts, timeout_s=_DISK_TIMEOUT_S)
         return _read(replies, lambda reply: reply["stored"])
 
-    def remove(self, places: Mapping[str, Sequence[str]], older_than_s: float) -> dict[str, list[Removed] | SshError]:
-        """Remove these places on these hosts."""
+    def remove(
+        self, places: Mapping[str, Sequence[str]], older_than_s: float | None
+    ) -> dict[str, list[Removed] | SshError]:
+        """Remove these places on these hosts; `older_than_s` None: directories of ended runs, at any age."""
         facts = {host: {"places": list(of_host), "older_than_s": older_than_s} for host, of_host in places.items()}
         replies = self._ask("host.remove", facts, timeout_s=_DISK_TIMEOUT_S)
-        return _read(replies, lambda reply: reply["removed"])
-
-    def remove_runs(self, runs: Mapping[str, Mapping[str, str]]) -> dict[str, list[Removed] | SshError]:
-        """Remove directories of runs; `runs`: for each host, their names there and their tokens."""
-        replies = self._ask(
-            "host.remove", {host: {"runs": dict(own)} for host, own in runs.items()}, timeout_s=_DISK_TIMEOUT_S
-        )
         return _read(replies, lambda reply: reply["removed"])
 
     def __enter__(self) -> Hosts:

@@ -240,10 +240,9 @@ def _remove_on_hosts(candidates: Sequence[Candidate], environ: Mapping[str, str]
         else:
             kept[run.name] = _stays(run.name, "its hosts", "are not known: its plan cannot be read")
     for accesses, host_runs in groups.items():
-        tokens = {each.name: each.token for each in host_runs}
         run_of = {f"runs/{each.name}": each.run.name for each in host_runs}
         with Hosts(accesses, environ) as hosts:
-            answers = hosts.remove_runs({access.host: tokens for access in accesses})
+            answers = hosts.remove({access.host: list(run_of) for access in accesses}, None)
         for host, answer in answers.items():
             if isinstance(answer, SshError):
                 kept |= {run: _stays(run, host, f"cannot be asked: {answer.message}") for run in run_of.values()}

@@ -86,14 +86,19 @@ def find_stored(root: Path, *, older_than_s: float, in_use: Collection[str] = ()
 
 
 def remove_stored(
-    root: Path, places: Collection[str], *, older_than_s: float, in_use: Collection[str] = ()
+    root: Path, places: Collection[str], *, older_than_s: float | None, in_use: Collection[str] = ()
 ) -> list[Removed]:
-    """Remove these directories, if they can still be removed; each is renamed first, so none is seen in part."""
+    """Remove these directories, if they can still be removed; each is renamed first, so none is seen in part.
+
+    `older_than_s` None: of ended runs, at any age.
+    """
+    if older_than_s is None:
+        return [_remove_run(root, place) for place in places]
     removable = {each.place: each for each in find_stored(root, older_than_s=older_than_s, in_use=in_use).removable}
     removed = []
     for place in places:
         if place in removable:
-            removed.append(_remove(root / place, removable[place]))
+            removed.append(_remove(root, place, removable[place].size))
         elif (root / place).exists():
             removed.append(Removed(place=place, size=0, error="is in use again"))
         else:  # another host that shares this storage has removed it
@@ -101,15 +106,14 @@ def remove_stored(
     return removed
 
 
-def remove_run(path: Path, token: str) -> Removed:
-    """Remove the directory of one run, at any age, unless processes of it live here."""
-    place = f"runs/{path.name}"
-    if path not in _directories(path.parent):
+def _remove_run(root: Path, place: str) -> Removed:
+    """Remove the directory of one run, unless processes of it live here."""
+    path = root / place
+    if path not in _directories(root / "runs"):
         return Removed(place=place, size=0, error="is not a directory of yours" if os.path.lexists(path) else None)
-    size = _disk_usage(path)
-    if token[:8] in _tokens_alive():
+    if _token_of(path) in _tokens_alive():
         return Removed(place=place, size=0, error="processes of it are alive")
-    return _remove(path, Stored(place=place, kind="run", age_s=0, size=size))
+    return _remove(root, place, _disk_usage(path))
 
 
 def keep_package(package: Path) -> None:
@@ -158,14 +162,14 @@ def _stored(
     return Stored(place=str(path.relative_to(root)), kind=kind, age_s=round(age), size=size, checkpoints=checkpoints)
 
 
-def _remove(path: Path, stored: Stored) -> Removed:
+def _remove(root: Path, place: str, size: int) -> Removed:
     try:
-        remove_directory(path)
+        remove_directory(root / place)
     except FileNotFoundError:
-        return Removed(place=stored.place, size=0)
+        return Removed(place=place, size=0)
     except OSError as error:
-        return Removed(place=stored.place, size=0, error=f"{error.filename or path}: {error.strerror}")
-    return Removed(place=stored.place, size=stored.size)
+        return Removed(place=place, size=0, error=f"{error.filename or root / place}: {error.strerror}")
+    return Removed(place=place, size=size)
 
 
 def _directories(folder: Path, *, hidden: bool = False) -> list[Path]:

@@ -189,7 +189,7 @@ def requests(root: Path) -> Target:
         {"do": "beat"},
         {"do": "host.list", "tokens": [TOKEN], "older_than_s": 1e9},
         {"do": "host.remove", "places": ["runs/x"], "older_than_s": 1e9},
-        {"do": "host.remove", "runs": {"x.0123abcd": TOKEN}},
+        {"do": "host.remove", "places": ["runs/x.0123abcd"], "older_than_s": None},
         {"do": "run.look", "runs": [{"name": name, "token": TOKEN}]},
         {"do": "run.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
