@@ -187,8 +187,8 @@ PEERS: dict[str, Callable[[argparse.Namespace, Any, Clock], dict[str, Any]]] = {
 def net_of(arguments: argparse.Namespace) -> Any:
     import torch
 
+    from clusterddp.train.models.conv3x3 import Conv3x3
     from clusterddp.train.models.resnet import resnet18
-    from clusterddp.train.research.small_maps import Conv3x3
 
     net = resnet18()
     for layer in net.modules():

@@ -229,7 +229,7 @@ _WRAPPERS = frozenset(
 )
 _STARTS = frozenset({"init_process_group", "rendezvous", "_create_c10d_store", "_new_process_group_helper"})
 _BACKWARD = "_engine_run_backward"
-_EXCHANGE = re.compile(r"/clusterddp/train/(?:shared_memory|exchange|group)\.py$")
+_EXCHANGE = re.compile(r"/clusterddp/train/(?:exchange|group)\.py$")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -9,16 +9,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
-from clusterddp.train.compute_slots import ComputeSlot
 from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.evaluate import build_ema
-from clusterddp.train.exchange import Bf16Exchange, DdpExchange, Exchange
+from clusterddp.train.exchange import build_exchange
 from clusterddp.train.forward import (
     choose_precision,
     compile_now,
@@ -31,12 +29,10 @@ from clusterddp.train.forward import (
     wrap_forward,
 )
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
-from clusterddp.train.muon import Muon
-from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule
+from clusterddp.train.host import ComputeSlot
+from clusterddp.train.optim import Muon, Schedule, build_optimizer, plan_schedule
 from clusterddp.train.report.figures import Meter
 from clusterddp.train.report.reporter import Reporter
-from clusterddp.train.research.local_steps import LocalSteps
-from clusterddp.train.shared_memory import SharedMemory, share_memory
 from clusterddp.train.state import TrainState, restore_state, spec_changes
 
 if TYPE_CHECKING:
@@ -137,28 +133,6 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
     precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group, time_trial=time_trial)
     setting.reporter.log(f"precision auto: {precision}, {why}")
     return precision
-
-
-def build_exchange(comm: str, model: nn.Module, group: Group, *, optimizer: torch.optim.Optimizer) -> Exchange:
-    """Make the exchange of mode `comm` (exact, bf16, local:H); rank 0's weights replace those of all ranks.
-
-    The docstring of each class has its cost; docs/trainer.md explains when to use it.
-    Raises: ClusterddpError: an earlier version had the mode.
-    """
-    if group.world_size == 1:
-        return Exchange(model, group)
-    mode, _, number = comm.partition(":")
-    if mode == "exact":
-        memory = share_memory(model, group)
-        return DdpExchange(model, group) if memory is None else SharedMemory(model, group, memory)
-    if mode == "bf16":
-        return Bf16Exchange(model, group)
-    if mode == "local":
-        return LocalSteps(model, group, every=int(number), optimizer=optimizer)
-    raise ClusterddpError(
-        f"train.comm {comm} was removed, expected exact, bf16 or local:H",
-        hint="clusterddp resume RUN train.comm=exact goes on from the newest checkpoint; so does local:8",
-    )
 
 
 def compile_if_possible(state: TrainState, setting: Setting) -> None:

@@ -48,10 +48,9 @@ from clusterddp.spec.train import TrainSpec
 from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.compute_slots import agree_on_compute_slot
 from clusterddp.train.device import RankVariables, synchronize
 from clusterddp.train.group import Group, broadcast_bytes, gather_on_first, join_group, leave_group, min_over_ranks
-from clusterddp.train.host import find_host, load_once
+from clusterddp.train.host import agree_on_compute_slot, find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter

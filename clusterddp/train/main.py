@@ -25,10 +25,16 @@ from clusterddp.system.processes import read_age_s
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.compute_slots import agree_on_compute_slot, keep_memory_that_is_there, return_freed_memory
 from clusterddp.train.device import RankVariables, synchronize
 from clusterddp.train.group import join_group, leave_group
-from clusterddp.train.host import Host, find_host, load_once
+from clusterddp.train.host import (
+    Host,
+    agree_on_compute_slot,
+    find_host,
+    keep_memory_that_is_there,
+    load_once,
+    return_freed_memory,
+)
 from clusterddp.train.loop import train
 from clusterddp.train.report.reporter import Reporter, describe_end
 from clusterddp.train.state import TrainState, tensors_sha256

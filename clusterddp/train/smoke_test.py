@@ -29,10 +29,9 @@ from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_json
 from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
-from clusterddp.train.compute_slots import agree_on_compute_slot
 from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, sum_over_ranks
-from clusterddp.train.host import find_host, load_once
+from clusterddp.train.host import agree_on_compute_slot, find_host, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter

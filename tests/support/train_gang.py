@@ -24,10 +24,10 @@ from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_jsonl
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
-from clusterddp.train.compute_slots import ComputeSlot
 from clusterddp.train.data.dataset import load_dataset
 from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group
+from clusterddp.train.host import ComputeSlot
 from clusterddp.train.loop import train
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState, tensors_sha256

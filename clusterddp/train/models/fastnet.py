@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.image_sets import fits_fastnet
-from clusterddp.train.research.small_maps import Conv3x3
+from clusterddp.train.models.conv3x3 import Conv3x3
 
 _WHITEN_KERNEL = 2
 _WHITEN_EPS = 5e-4  # added to the variances: keeps the faintest patch patterns from being blown up. Source: airbench94

@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.train.research.small_maps import Conv3x3
+from clusterddp.train.models.conv3x3 import Conv3x3
 
 
 def resnet18(*, channels: int = 3, num_classes: int = 10, large_stem: bool = False) -> ResNet:

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_jsonl
-from clusterddp.train import shared_memory
-from clusterddp.train.begin import begin, build_exchange
+from clusterddp.train import exchange as exchanges
+from clusterddp.train.begin import begin
+from clusterddp.train.exchange import LocalSteps, SharedMemory, _map, build_exchange, share_memory
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train, train_epoch
 from clusterddp.train.main import summarise
-from clusterddp.train.research.local_steps import LocalSteps
-from clusterddp.train.shared_memory import SharedMemory, _map, share_memory
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
@@ -337,7 +336,7 @@ def test_a_single_rank_is_exact_whatever_the_mode(tmp_path: Path) -> None:
 def maps(group: Group, blind: int) -> bool:
     """Try to share memory, while rank `blind` finds another process than rank 0 behind its number."""
     if group.rank == blind:
-        with mock.patch.object(shared_memory, "_map", lambda path, proof, values: _map(path, proof[::-1], values)):
+        with mock.patch.object(exchanges, "_map", lambda path, proof, values: _map(path, proof[::-1], values)):
             return share_memory(nn.Linear(3, 5), group) is not None
     return share_memory(nn.Linear(3, 5), group) is not None
 

@@ -15,7 +15,7 @@ from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.forward import choose_precision, time_precisions
 from clusterddp.train.group import Group
 from clusterddp.train.models import build_model
-from clusterddp.train.research.small_maps import Conv3x3
+from clusterddp.train.models.conv3x3 import Conv3x3
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, Gang, make_run, metrics_rows, one_rank, settle, train_once
 

@@ -16,9 +16,9 @@ from clusterddp.train.data.augment import augment, draw_transforms, normalize
 from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset
 from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.models import _some_images, build_model
+from clusterddp.train.models.conv3x3 import Conv3x3, SmallMaps
 from clusterddp.train.models.fastnet import BiasBatchNorm, FastNet
 from clusterddp.train.models.resnet import resnet18
-from clusterddp.train.research.small_maps import Conv3x3, SmallMaps
 
 CPU = torch.device("cpu")
 

@@ -11,8 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from clusterddp.spec.train import TrainSpec
-from clusterddp.train.muon import as_matrix, orthogonalise, orthogonalise_all, turn_at_once, turn_one_by_one
-from clusterddp.train.optim import Schedule, build_optimizer, plan_schedule, set_learning_rate
+from clusterddp.train.optim import (
+    Schedule,
+    as_matrix,
+    build_optimizer,
+    orthogonalise,
+    orthogonalise_all,
+    plan_schedule,
+    set_learning_rate,
+    turn_at_once,
+    turn_one_by_one,
+)
 
 SCHEDULE = Schedule(
     epochs=1, steps_per_epoch=1, total_steps=1, global_batch=10, peak_lr=0.5, warmup=0.0, shape="constant"

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 from clusterddp.spec.train import TrainSpec
-from clusterddp.train.compute_slots import ComputeSlot, agree_on_compute_slot
 from clusterddp.train.group import Group
-from clusterddp.train.host import find_host, load_once
+from clusterddp.train.host import ComputeSlot, agree_on_compute_slot, find_host, load_once
 from clusterddp.train.loop import train
 from clusterddp.train.state import tensors_sha256
 from tests.support.picture_files import write_folder
