@@ -162,7 +162,7 @@ class SlurmLauncher:
                 hint=f"{shlex.join(step)} --pty, and your container's own options, start another one of its image",
             )
         version = re.findall(r"\d+", run_slurm(["srun", "--version"], environ=self._environ))[:2]
-        if tuple(map(int, version)) < _SHARES_GPUS_SINCE:
+        if version and tuple(map(int, version)) < _SHARES_GPUS_SINCE:
             step += ["--gres=none"]
         # With --disable-status the first Ctrl-C goes to the command; a second one within 1 s ends srun.
         step += ["--quiet", "--disable-status", "--pty" if terminal else "--unbuffered", f"--chdir={run.launcher_dir}"]
