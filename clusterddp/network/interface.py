@@ -289,6 +289,16 @@ def resolve(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(str(entry[4][0]) for entry in ordered))
 
 
+def addresses_of(host: str) -> tuple[str, ...]:
+    """Return the addresses of a host, those of IPv4 first; none: its name is not known here."""
+    return resolve(host_name(host))
+
+
+def host_name(host: str) -> str:
+    """Return a host without the user that SSH would log in as."""
+    return host.rpartition("@")[2]
+
+
 def plain_address(address: str) -> str:
     """Return `10.0.0.1` for an IPv4 address of an IPv6 socket (`::ffff:10.0.0.1`)."""
     return address.removeprefix("::ffff:") if "." in address else address

@@ -36,8 +36,7 @@ import traceback
 from collections.abc import Sequence
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.network.interface import LOOPBACK_ADDRESS, is_cut_off, is_loopback, read_links
-from clusterddp.network.own_host import addresses_of
+from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, is_cut_off, is_loopback, read_links
 from clusterddp.network.port import walk_ports
 from clusterddp.network.socket_links import report_links
 from clusterddp.node.failure import CERTAIN

@@ -35,8 +35,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple
 
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.network.interface import LOOPBACK_ADDRESS, is_loopback
-from clusterddp.network.own_host import addresses_of
+from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, is_loopback
 from clusterddp.network.port import bind_port, reserve_port, walk_ports
 from clusterddp.ranks.environment import LISTENER_FD, spell_ranks
 from clusterddp.rendezvous.client import Found, NotFound, Search
@@ -47,8 +46,8 @@ from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.record import boot_id
 from clusterddp.wire import build
 
-WORKER = Protocol(name="worker", key=JOIN_KEY, max_bytes_to_server=1_000_000, max_bytes_to_client=4_000_000)
-"""Participant 0 sends a few dozen bytes for each rank of the gang."""
+WORKER = Protocol(name="worker", key=JOIN_KEY, max_bytes_to_server=250_000, max_bytes_to_client=4_000_000)
+"""A hello has some 50 bytes for each key of the spec; participant 0 sends a few dozen bytes for each rank."""
 IN_USE_S = 10.0
 """How long to retry while a port is in use: an earlier start may just be ending."""
 LINGER_S = 10.0

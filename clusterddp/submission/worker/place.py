@@ -10,13 +10,17 @@ import importlib.metadata
 import json
 import os
 import platform
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clusterddp import __version__
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.network.interface import (
     Interface,
+    addresses_of,
+    host_name,
     interface_towards,
     is_loopback,
     loopback,
@@ -24,7 +28,6 @@ from clusterddp.network.interface import (
     own_addresses,
     read_links,
 )
-from clusterddp.network.own_host import find_own_index, look_up, read_own_host
 from clusterddp.network.port import walk_ports
 from clusterddp.network.socket_links import faster_networks, report_links
 from clusterddp.planning.prerequisites import check_secrets
@@ -39,6 +42,34 @@ if TYPE_CHECKING:
 
 _TIMEOUT_S = {"rank": 120.0, "node": 300.0}
 """How long participants wait for each other where network.start_timeout does not say; people type on every node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnHost:
+    """The names and addresses of this host."""
+
+    names: tuple[str, ...]
+    addresses: Mapping[str, str]
+    """Address -> its interface, without the loopback."""
+
+    def __str__(self) -> str:
+        addresses = ", ".join(f"{address} on {name}" for address, name in self.addresses.items())
+        return f"{self.names[0]} ({addresses or 'no address'})"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """One of the hosts, and its addresses as resolved here."""
+
+    host: str
+    addresses: tuple[str, ...]
+    """Empty: the name does not resolve here."""
+
+    def __str__(self) -> str:
+        plain = host_name(self.host)
+        if self.addresses == (plain,):
+            return plain
+        return f"{plain} ({', '.join(self.addresses) or 'a name that is not known here'})"
 
 
 def start_timeout_s(job: JobSpec, noun: str) -> float:
@@ -105,6 +136,44 @@ def seat_of_node(job: JobSpec, node_rank: int | None) -> Seat:
         hosts_from="ssh.hosts",
         port=walk_ports(f"join:{job.name}", 1)[0] if port == "auto" else port,
         port_from="the spec's name" if port == "auto" else "network.master_port",
+    )
+
+
+def read_own_host() -> OwnHost:
+    """Read the names and addresses of this host.
+
+    Raises: OSError.
+    """
+    name = socket.gethostname()
+    addresses = {
+        entry.address: link.name for link in read_links() for entry in link.addresses if not is_loopback(entry.address)
+    }
+    return OwnHost(names=tuple(dict.fromkeys((name, name.partition(".")[0]))), addresses=addresses)
+
+
+def look_up(hosts: Sequence[str]) -> tuple[Candidate, ...]:
+    """Look the addresses of hosts up, those of IPv4 first."""
+    return tuple(Candidate(host=host, addresses=addresses_of(host)) for host in hosts)
+
+
+def find_own_index(candidates: Sequence[Candidate], own: OwnHost) -> int:
+    """Return which of the hosts this one is, counted from 0.
+
+    Raises: PreflightError: none of them, or several.
+    """
+    reasons = {index: why for index, each in enumerate(candidates) if (why := _why(each, own))}
+    if len(reasons) == 1:
+        return next(iter(reasons))
+    if not reasons:
+        listed = ", ".join(map(str, candidates))
+        raise PreflightError(
+            f"this machine, {own}, is none of the hosts of the spec: {listed}",
+            hint="ssh.hosts names each machine once, by a name or address of its own; or --node-rank gives its number",
+        )
+    listed = "; ".join(f"node {index} ({candidates[index].host}): {why}" for index, why in reasons.items())
+    raise PreflightError(
+        f"this machine, {own}, is {len(reasons)} of the hosts of the spec: {listed}",
+        hint="ssh.hosts names each machine once, by what no other machine has; or --node-rank gives its number",
     )
 
 
@@ -221,3 +290,18 @@ def choose_interface(job: JobSpec, reached: str, num_nodes: int) -> Interface:
     if job.network.interface != "auto":
         return named_interface(job.network.interface)
     return loopback() if num_nodes == 1 and is_loopback(reached) else interface_towards(reached)
+
+
+def _why(candidate: Candidate, own: OwnHost) -> str:
+    """Return by what this host is the candidate; empty when it is not."""
+    name = host_name(candidate.host).lower().rstrip(".")
+    ours = {each.lower() for each in own.names}
+    for address in candidate.addresses:
+        if address in own.addresses:
+            return f"{address} is on its {own.addresses[address]}"
+    if name in ours or (name.partition(".")[0] in ours and candidate.addresses == ()):
+        return f"{name} is its name"
+    # 127.0.1.1 stands for the own name in Debian's /etc/hosts.
+    if candidate.addresses and all(is_loopback(address) for address in candidate.addresses):
+        return f"{candidate.addresses[0]} means any machine itself"
+    return ""

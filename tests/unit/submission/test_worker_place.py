@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from clusterddp.errors import PreflightError
-from clusterddp.network.own_host import Candidate, OwnHost, find_own_index
+from clusterddp.submission.worker.place import Candidate, OwnHost, find_own_index
 
 OWN = OwnHost(
     names=("gpu02.lab", "gpu02"), addresses={"10.0.0.12": "eth0", "192.168.7.2": "ib0", "172.17.0.1": "docker0"}
