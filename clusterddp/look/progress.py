@@ -79,6 +79,7 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
         step = _newest(logged, "step")
     fraction = min(1.0, step / steps) if step is not None and steps else None
     epoch, epochs = _newest(rows, "epoch"), _newest(rows, "epochs_total")
+    losses = (_number(row.get("loss")) for row in own if row.get("kind") in {"train", "log"})
     return Progress(
         epoch=None if epoch is None else math.ceil(epoch),
         epochs=None if epochs is None else int(epochs),
@@ -90,7 +91,7 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
         images_per_s=_newest(rows, "images_per_s", kinds=("train", "log")),
         eta_s=_eta_s([_by_progress(row) for row in own], step, steps),
         values=_newest_values([row for row in own if row.get("kind") == "log"]),
-        losses=_losses(own),
+        losses=tuple(loss for loss in losses if loss is not None)[-_MAX_LOSSES:],
     )
 
 
@@ -136,11 +137,8 @@ def _newest_values(logged: list[dict[str, Any]]) -> dict[str, float | str]:
 def _accuracy_key(row: dict[str, Any]) -> str | None:
     """Return which of a script's values is its accuracy: the one of that name, else the first that ends so."""
     keys = ("accuracy", *row)
-    return next((key for key in keys if _is_accuracy(key) and _number(row.get(key)) is not None), None)
-
-
-def _is_accuracy(key: str) -> bool:
-    return _ACCURACY.search(key.lower()) is not None and not key.lower().startswith("train")
+    named = (key for key in keys if _ACCURACY.search(key.lower()) and not key.lower().startswith("train"))
+    return next((key for key in named if _number(row.get(key)) is not None), None)
 
 
 def _number(value: Any) -> float | None:
@@ -154,11 +152,6 @@ def _newest(rows: list[dict[str, Any]], key: str, *, kinds: Container[str] | Non
         if number is not None and (kinds is None or row.get("kind") in kinds):
             return number
     return None
-
-
-def _losses(rows: list[dict[str, Any]]) -> tuple[float, ...]:
-    losses = (_number(row.get("loss")) for row in rows if row.get("kind") in {"train", "log"})
-    return tuple(loss for loss in losses if loss is not None)[-_MAX_LOSSES:]
 
 
 def _eta_s(rows: list[dict[str, Any]], step: float | None, steps: float | None) -> float | None:

@@ -128,10 +128,6 @@ def _rank_state(record: RankRecord | None, view: RunView, *, may_be_known: bool)
     attempt_over = view.finished or view.end is not None
     if record is None:
         return "NOT_STARTED" if attempt_over else "PENDING"
-    if record.ended is None:
-        if attempt_over:
-            return "LOST"
-        return "RUNNING" if may_be_known and view.state is not RunState.UNKNOWN else "UNKNOWN"
-    if record.signal is not None:
-        return "KILLED"
-    return "COMPLETED" if record.exit_code == 0 else "FAILED"
+    if record.end_state or attempt_over:
+        return record.end_state or "LOST"
+    return "RUNNING" if may_be_known and view.state is not RunState.UNKNOWN else "UNKNOWN"

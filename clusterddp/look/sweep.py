@@ -39,13 +39,22 @@ class SweepStatus:
         return all(run.state.finished for run in self.runs)
 
     def to_json(self) -> dict[str, Any]:
+        queue = self.queue
         return {
             "sweep": self.sweep,
             "launcher": self.launcher,
             "job_id": self.job_id,
             "keys": list(self.keys),
             "throttle": self.throttle,
-            "queue": self.queue and _queue_json(self.queue),
+            "queue": queue
+            and {
+                "state": queue.state,
+                "pid": queue.identity.pid,
+                "host": queue.identity.host,
+                "waits_for": queue.waits_for or None,
+                "ended": queue.ended,
+                "why": queue.why or None,
+            },
             "states": self.states,
             "runs": [run.to_json() for run in self.runs],
         }
@@ -66,15 +75,3 @@ def read_sweep_status(sweep: SweepDir) -> SweepStatus:
         queue=None if record.launcher == "slurm" else read_queue(sweep),
         runs=tuple(read_summary(run, record=known, view=read_state(run, record=known)) for run, known in runs),
     )
-
-
-def _queue_json(queue: QueueRecord) -> dict[str, Any]:
-    identity = queue.identity
-    return {
-        "state": queue.state,
-        "pid": identity.pid,
-        "host": identity.host,
-        "waits_for": queue.waits_for or None,
-        "ended": queue.ended,
-        "why": queue.why or None,
-    }

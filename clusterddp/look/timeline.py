@@ -187,19 +187,13 @@ def _read_ends(attempt: AttemptDir) -> tuple[AttemptEnd | None, Start]:
 
 
 def _rank_span(attempt: int, record: RankRecord, ended: float, is_over: bool) -> RankSpan:
-    if record.ended is None:
-        state = "LOST" if is_over else "RUNNING"
-    elif record.signal is not None:
-        state = "KILLED"
-    else:
-        state = "COMPLETED" if record.exit_code == 0 else "FAILED"
     return RankSpan(
         attempt=attempt,
         rank=record.rank,
         host=record.host,
         started=record.started,
         ended=max(record.started, _time(record.ended) or ended),
-        state=state,
+        state=record.end_state or ("LOST" if is_over else "RUNNING"),
     )
 
 

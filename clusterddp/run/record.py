@@ -14,7 +14,7 @@ import socket
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
@@ -143,6 +143,15 @@ class RankRecord:
     exit_code: int | None = None
     signal: str | None = None
     error: str | None = None
+
+    @property
+    def end_state(self) -> Literal["COMPLETED", "FAILED", "KILLED"] | None:
+        """How the rank ended; None: no end is recorded."""
+        if self.ended is None:
+            return None
+        if self.signal is not None:
+            return "KILLED"
+        return "COMPLETED" if self.exit_code == 0 else "FAILED"
 
     def at_end(self, *, exit_code: int, signal: str | None = None, error: str | None = None) -> RankRecord:
         """Return the record of the rank that has just ended."""
