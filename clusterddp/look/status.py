@@ -60,7 +60,7 @@ class RunStatus:
     reason: str
     """Why it is in this state; may be empty."""
     launcher: str
-    """`local`, `ssh`, `slurm`, `join`; `none` for ranks that another launcher started."""
+    """`local`, `ssh`, `slurm`, `worker`; `none` for ranks that another launcher started."""
     job_id: str | None
     """Slurm's job id, the pid of the local task, or what started the ranks."""
     attempt: int | None

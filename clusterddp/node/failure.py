@@ -128,7 +128,7 @@ def reported_failure(gang: Gang, node: Node, report: Message, *, attempt: Attemp
 
     `attempt`: as for `loss_of_nodes`.
     """
-    if report["kind"] == "parent_gone" and report["over_ssh"]:
+    if report["kind"] == "parent_gone" and report["one_node"]:
         what = f"{node.host} lost the command that carries the run"
         cause = loss_of_nodes(gang, gang.nodes, what, attempt=attempt, place=node, whose="")
         return Failure(cause=cause, job_restartable=True)

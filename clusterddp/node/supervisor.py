@@ -11,7 +11,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
 
 * Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; links: see socket_links.py), `missing`
   (ranks), `started` (interface, address, why, nccl_interfaces), `transport` (a Transport), `rank_ended` (a RankEnd),
-  `stop_requested` (reason, signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, over_ssh), `failed`
+  `stop_requested` (reason, signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node), `failed`
   (error, weight; rank: when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to
   the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress),
   `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see usage_watch.py).
@@ -303,8 +303,8 @@ class Supervisor:
         self._selector.unregister(sys.stdin.fileno())
         if self._parent_bound:
             log_line(f"the process that started this supervisor (pid {self._parent.pid}) is gone")
-            over_ssh = self._order.over_ssh or self._order.spans_hosts
-            self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "over_ssh": over_ssh})
+            one_node = self._order.over_ssh or self._order.one_node
+            self.uplink.report({"kind": "parent_gone", "pid": self._parent.pid, "one_node": one_node})
             self._ranks.begin_end(now)
 
     def _on_parent_line(self, line: bytes) -> None:

@@ -65,7 +65,9 @@ class SupervisorOrder:
     parent_bound: bool
     """True: the end of standard input means that the parent has died, and ends the gang."""
     over_ssh: bool = False
-    """True: the parent carries only this node, as an agent does at the end of an SSH connection."""
+    """True: the parent is an agent at the end of an SSH connection, and carries only this node."""
+    one_node: bool = False
+    """True: the parent carries only this node, and the nodes are on several machines."""
     hold: tuple[int, ...] = ()
     """Inherited descriptors that supervisor and guard hold until the node's processes are gone: its GPU leases."""
     tasks: int | None = None

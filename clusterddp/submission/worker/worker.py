@@ -468,6 +468,7 @@ class NodeWorker(Worker):
             attempt=decided.attempt,
             link=decided.link,
             parent_bound=True,
+            one_node=True,
             hold=self._lease.descriptors,
         )
         supervisor = start_supervisor(order, process_environment("", self.environ), answers=order.is_head)
