@@ -4,10 +4,10 @@
     python benchmarks/random_kills.py SEED COUNT submit
 
 Each round submits a run of 2 nodes x 2 ranks that trains on the CPU, waits for up to nine seconds, and kills one or two
-of its processes: the task, supervisors, guards, fork servers, ranks. Right is: nothing of the run is left, it is FAILED
-and the cause is named; or that it goes on, when only guards were killed, or a fork server before there were ranks, in
-whose place the supervisor starts each by itself. A run whose task dies before a supervisor is there has no process that
-could write its end; it must be LOST.
+of its processes: submitit's controller, the task, supervisors, guards, fork servers, ranks. Right is: nothing of the
+run is left, it is FAILED and the cause is named; or that it goes on, when only guards were killed, or a fork server
+before there were ranks, in whose place the supervisor starts each by itself. A run whose task dies before a supervisor
+is there has no process that could write its end; it must be LOST.
 
 With `submit` each round kills the submit itself. Right is: no run, or a whole one that has COMPLETED or is LOST.
 """

@@ -9,9 +9,9 @@ EXEC_MODULE = "clusterddp.node.exec_command"
 """Becomes the command of `exec` on the machine of its rank."""
 
 
-def local_task_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
-    """Return the command that starts the task of a local run."""
-    return (sys.executable, "-m", "clusterddp.launchers.local.task", str(run_dir), str(attempt))
+def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
+    """Return the command that hands a local run to submitit's local executor."""
+    return (sys.executable, "-m", "clusterddp.launchers.local.submit", str(run_dir), str(attempt))
 
 
 def queue_command(sweep_dir: Path) -> tuple[str, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from clusterddp.planning.command_lines import local_task_command, rank_command
+from clusterddp.planning.command_lines import launcher_command, rank_command
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan
 from clusterddp.planning.ssh.plan import SshPlan
 from clusterddp.run.directory import RunDir
@@ -77,4 +77,4 @@ def commands_started(
     if slurm:
         script = str(RunDir(run_dir).launcher_dir / SCRIPT)
         return ((*slurm.sbatch, script, *slurm.arguments), (*slurm.srun, "0"), *started)
-    return (local_task_command(run_dir, 0), *started)
+    return (launcher_command(run_dir, 0), *started)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal, TypeVar
 
-from clusterddp.errors import PreflightError
+from clusterddp.errors import PreflightError, UsageError
 from clusterddp.planning.placement import Placed, Placement, Request
 from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpus
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 _T = TypeVar("_T")
+_SUBMITIT_TAGS = ("%j", "%t", "%A", "%a")
 _CROWD = 4
 """More ranks than this per core are worth a note."""
 CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"
@@ -87,8 +88,12 @@ def place_here(place: Callable[[Machine], _T], environ: Mapping[str, str]) -> _T
 def place(job: JobSpec, request: Request) -> Placed:
     """Place the ranks on this machine; for a queued run all GPUs count as free.
 
-    Raises: PreflightError: see `plan_placement`.
+    Raises: PreflightError: see `plan_placement`. UsageError: the path of the runs directory has a tag of submitit.
     """
+    if tag := next((tag for tag in _SUBMITIT_TAGS if tag in str(request.runs_dir)), None):
+        raise UsageError(
+            f"{request.runs_dir}: submitit, which starts the run, replaces {tag} in a path by the job's id"
+        )
     queued = request.queued
     placement = place_here(lambda machine: plan_placement(job, machine.idle() if queued else machine), request.environ)
     if job.resources.memory_gb:

@@ -238,7 +238,7 @@ def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
     Raises: ClusterddpError: the reason.
     """
     reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
-    log = "launcher/task.log" if (run.launcher_dir / "task.log").exists() else None
+    log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
     record_end(run, failed(reason, log=log))
     if isinstance(error, ClusterddpError):
         raise error

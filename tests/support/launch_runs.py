@@ -61,12 +61,13 @@ def wait_for_ranks(run: RunDir, num_ranks: int = 4) -> None:
 
 
 def processes_of(run: RunDir) -> dict[str, list[Process]]:
-    """Return the live processes of a run by role."""
+    """Return the live processes of a run by role; of those with the role `task`, submitit's controller apart."""
     record = read_run(run)
+    keeper = (record.keeper or {}).get("pid")
     roles: dict[str, list[Process]] = {}
     for process in find_processes(f"{record.token}."):
         role = read_cookie(process).rpartition(".")[2]
-        roles.setdefault(role, []).append(process)
+        roles.setdefault("controller" if process.pid == keeper else role, []).append(process)
     return roles
 
 

@@ -14,12 +14,11 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.local.task import GPUS_TAKEN
-from clusterddp.planning.command_lines import EXEC_MODULE, local_task_command
+from clusterddp.launchers.local.task import BEGUN, GPUS_TAKEN
+from clusterddp.planning.command_lines import EXEC_MODULE, launcher_command
 from clusterddp.planning.environment import process_environment
 from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import move_plan, plan_json, read_plan
@@ -61,29 +60,27 @@ class LocalLauncher:
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Start the attempt; return when its task begins.
 
-        By then the record names the task as job and keeper; the run ends when the task dies.
+        By then the record names submitit's controller as job and keeper; the run ends when the controller dies.
         Raises: PreflightError: other runs hold GPUs that it needs. ClusterddpError: the run could not start and left no
         process.
         """
         token = read_run(run).token
-        log = run.launcher_dir / "task.log"
         environment = process_environment(cookie(token, "task"), self._environ)
         try:
-            exit_code = _start_task(run, attempt, environment, log)
+            answer = _start_task(run, attempt, environment)
             for _ in range(_TRIES):
-                if exit_code != GPUS_TAKEN:
+                if answer != GPUS_TAKEN:
                     break
                 plan = read_plan(run)  # another run took a GPU since it was planned
                 write_json(run.plan, plan_json(move_plan(self.renew(plan), run.path)))
-                exit_code = _start_task(run, attempt, environment, log)
-            if exit_code == GPUS_TAKEN:
+                answer = _start_task(run, attempt, environment)
+            if answer == GPUS_TAKEN:
                 raise GpusInUseError(f"{run.name}: other runs took its GPUs {_TRIES} times before it could lease them")
             job_id = read_run(run).job_id
-            if exit_code != 0 or job_id is None:
-                last_line = read_tail(log).rpartition("\n")[2].strip()  # the last line of a traceback is its message
-                raise ClusterddpError(f"{run.name} could not be started: {last_line or f'exit code {exit_code}'}")
+            if answer != BEGUN or job_id is None:
+                raise ClusterddpError(f"{run.name} could not be started: {_last_words(run)}")
             return Started(job_id)
-        except subprocess.TimeoutExpired as error:
+        except (TimeoutError, subprocess.TimeoutExpired) as error:
             end_processes(f"{token}.", timeout_s=5.0)
             raise ClusterddpError(
                 f"{run.name} could not be started: its task has not begun within {START_TIMEOUT_S:.0f} s"
@@ -155,21 +152,37 @@ def _end_run(run: RunDir, record: RunRecord, *, patience_s: float = 0.0, timeout
     return found
 
 
-def _start_task(run: RunDir, attempt: int, environment: dict[str, str], log: Path) -> int:
-    """Start the process that leases the GPUs and forks the task; return its exit code."""
-    with open(log, "ab", opener=_private) as output:
-        process = subprocess.Popen(
-            local_task_command(run.path, attempt),
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            # This directory has no file of the user's that could shadow one of Python's modules.
-            cwd=run.launcher_dir,
-            env=environment,
-            start_new_session=True,
-            umask=0o077,
-        )
-    return process.wait(START_TIMEOUT_S)
+def _start_task(run: RunDir, attempt: int, environment: dict[str, str]) -> bytes:
+    """Start the process that submits the attempt to submitit; return the task's answer, empty if it has ended.
+
+    submitit's controller and the task inherit its standard input, which the answer comes from.
+    Raises: TimeoutError, subprocess.TimeoutExpired: no answer within START_TIMEOUT_S.
+    """
+    ours, theirs = socket.socketpair()
+    with ours:
+        with theirs, open(run.launcher_dir / "submit.log", "ab", opener=_private) as output:
+            process = subprocess.Popen(
+                launcher_command(run.path, attempt),
+                stdin=theirs.fileno(),
+                stdout=output,
+                stderr=output,
+                # This directory has no file of the user's that could shadow one of Python's modules.
+                cwd=run.launcher_dir,
+                env=environment,
+                start_new_session=True,
+                umask=0o077,
+            )
+        ours.settimeout(START_TIMEOUT_S)
+        answer = ours.recv(64)
+    process.wait(START_TIMEOUT_S)
+    return answer
+
+
+def _last_words(run: RunDir) -> str:
+    """Return the last line of the submit's log, or of the task's; that of a traceback is its message."""
+    logs = [run.launcher_dir / "submit.log", *sorted(run.launcher_dir.glob("submitit/*_log.err"), key=os.path.getmtime)]
+    lines = [read_tail(log).rpartition("\n")[2].strip() for log in (logs[0], *logs[:0:-1])]
+    return next(filter(None, lines), "its task has ended")
 
 
 def _private(path: str, flags: int) -> int:

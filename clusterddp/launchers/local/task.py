@@ -1,16 +1,18 @@
-"""The task of a local run: `python -m clusterddp.launchers.local.task RUN_DIR ATTEMPT` goes on in the background.
+"""The task of a local run: submitit's local executor runs `run_attempts` in a process of its own in the background.
 
-It leases the run's GPUs, records itself as the run's job and keeper, starts one supervisor for each node and waits
-until all have exited. The supervisors do the work and exit when the task does. The task records the end when all
-supervisors and guards were killed.
+It leases the run's GPUs, records submitit's controller as the run's job and keeper, starts one supervisor for each node
+and waits until all have exited. The supervisors do the work and exit when the task does; the kernel kills the task when
+the controller exits. The task records the end when all supervisors and guards were killed.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import dataclasses
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -19,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+from clusterddp.errors import RunFailedError
 from clusterddp.ranks.environment import inherited_environment, rank_cookies
 from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import end_processes
@@ -33,8 +36,9 @@ from clusterddp.system.files import read_tail
 from clusterddp.system.gpu_lease import Lease, take_leases
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
-GPUS_TAKEN = 75
-"""The exit code when another run has a GPU of this one; nothing has begun."""
+BEGUN, GPUS_TAKEN = b"begun", b"taken"
+"""What the task answers on its standard input: it has begun; or another run has a GPU of this one, and it ends."""
+_PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 2.5
 """How long a guard may take to record the end after all supervisors have exited: it cleans up first."""
 
@@ -46,40 +50,71 @@ class _Supervisor:
     log: Path
 
 
-def main() -> None:
-    """Lease the GPUs, fork the task, record it and exit; the task begins when its record is written, not otherwise."""
-    run, attempt = RunDir(Path(sys.argv[1])), int(sys.argv[2])
+def run_attempts(run_dir: str, attempt: int, visible_gpus: str | None) -> str:
+    """Run all attempts from this one to the last; return the outcome of the run, or "" if its GPUs are taken.
+
+    `visible_gpus`: CUDA_VISIBLE_DEVICES of the submit.
+    Raises: RunFailedError: the run failed; submitit's record and exit code then show it too.
+    """
+    import submitit
+
+    controller = int(submitit.JobEnvironment().job_id)
+    _die_with(controller)
+    for name in [name for name in os.environ if name.startswith("SUBMITIT_")]:
+        del os.environ[name]
+    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    if visible_gpus is not None:
+        os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
+    run = RunDir(Path(run_dir))
     gang = read_gang(run)
-    listed = list_gpus(inherited_environment()) if any(node.gpus for node in gang.nodes) else ()
-    leases: dict[int, Lease] = {}
-    for node in gang.nodes:
-        lease = take_leases(node.gpus, run.name, listed)
-        if lease is None:
-            sys.exit(GPUS_TAKEN)
-        leases[node.node_rank] = lease
-    waiting, recorded = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(recorded)
-        if os.read(waiting, 1):
-            os.close(waiting)
-            _run_attempts(run, gang, attempt, leases)
-        return
-    keeper = dataclasses.asdict(ProcessIdentity.of(pid))
-    write_run(run, dataclasses.replace(read_run(run), job_id=str(pid), keeper=keeper))
-    log_event(run, "submitted", attempt=attempt, job_id=str(pid))
-    os.write(recorded, b".")
-
-
-def _run_attempts(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -> None:
-    """Run all attempts from this one to the last."""
     _stop_on_signal(run)
+    leases = _take_leases(run, gang)
+    if leases is None:
+        _answer(GPUS_TAKEN)
+        return ""
+    keeper = dataclasses.asdict(ProcessIdentity.of(controller))
+    write_run(run, dataclasses.replace(read_run(run), job_id=str(controller), keeper=keeper))
+    log_event(run, "submitted", attempt=attempt, job_id=str(controller))
+    _answer(BEGUN)
     if final_end(run) is not None:
         pass  # the submit was interrupted, which ended the run
     elif run.cancel_file.exists():
         end_run(run, cancelled("cancelled before it was started"))
     else:
         _carry(run, gang, attempt, leases)
+    end = final_end(run)
+    if end is None or end.outcome == "FAILED":
+        raise RunFailedError(f"{run.name}: {end.reason if end else 'no end is recorded'}")
+    return end.outcome
+
+
+def _die_with(controller: int) -> None:
+    """Have the kernel kill this process when submitit's controller ends (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # If it exited before the call, the kernel sends no signal.
+    if os.getppid() != controller:
+        sys.exit(f"submitit's controller (pid {controller}) has ended before the run began")
+
+
+def _take_leases(run: RunDir, gang: Gang) -> dict[int, Lease] | None:
+    """Lease the GPUs of all nodes: node rank -> lease; None: another run has one of them."""
+    listed = list_gpus(inherited_environment()) if any(node.gpus for node in gang.nodes) else ()
+    leases: dict[int, Lease] = {}
+    for node in gang.nodes:
+        lease = take_leases(node.gpus, run.name, listed)
+        if lease is None:
+            return None
+        leases[node.node_rank] = lease
+    return leases
+
+
+def _answer(answer: bytes) -> None:
+    """Answer the submitting process, which may have been killed meanwhile."""
+    with contextlib.suppress(OSError), socket.socket(fileno=os.dup(0)) as submitter:
+        submitter.sendall(answer)
+    with open(os.devnull, "rb") as nothing:
+        os.dup2(nothing.fileno(), 0)
 
 
 def _carry(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -> None:
@@ -174,7 +209,7 @@ def _explain(run: RunDir, ended: list[_Supervisor], error_text: str | None) -> A
 
 
 def _stop_on_signal(run: RunDir) -> None:
-    """Make SIGTERM and SIGUSR2 ask for a stop."""
+    """Make SIGTERM and SIGUSR2 ask for a stop; submitit would ignore SIGTERM and requeue at SIGUSR2."""
 
     def handle(number: int, frame: FrameType | None) -> None:
         # A full disk must not raise an exception at a random place.
@@ -183,7 +218,3 @@ def _stop_on_signal(run: RunDir) -> None:
 
     signal.signal(signal.SIGTERM, handle)
     signal.signal(signal.SIGUSR2, handle)
-
-
-if __name__ == "__main__":
-    main()

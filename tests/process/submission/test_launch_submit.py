@@ -225,7 +225,7 @@ def test_a_start_that_fails_is_the_runs_recorded_end(tmp_path: Path) -> None:
     assert view.end is not None
     assert view.end.root_cause is not None
     assert "could not be started" in view.end.root_cause.error
-    assert view.end.root_cause.log == "launcher/task.log"
+    assert view.end.root_cause.log == "launcher/submit.log"
 
 
 MOMENTS: dict[str, tuple[str, Callable[[str], bool], list[RunState]]] = {

@@ -281,6 +281,11 @@ def test_memory_is_not_enforced_here_and_the_plan_says_so(tmp_path: Path) -> Non
     )
 
 
+def test_a_runs_directory_whose_path_submitit_would_rewrite_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="%j"):
+        plan_text("name: a\n", tmp_path, runs_dir=tmp_path / "run%j")
+
+
 def test_a_script_that_is_not_there_is_refused_with_the_place_it_was_looked_for(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=re.escape(f"entry.script: {tmp_path}/gone.py: no such file")):
         plan_text("name: a\nentry: {script: gone.py}\n", tmp_path)
