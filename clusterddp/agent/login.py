@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 from typing import Any, NoReturn
 
-from clusterddp.agent.host import Body, Host
+from clusterddp.agent.operations import Body, Host
 from clusterddp.agent.store import find_code, lacks_code, put, refusing_disk
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment

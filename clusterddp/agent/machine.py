@@ -8,7 +8,7 @@ import sys
 import time
 from typing import Any
 
-from clusterddp.agent.host import Body, Host
+from clusterddp.agent.operations import Body, Host
 from clusterddp.agent.store import find_place
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment

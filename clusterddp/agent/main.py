@@ -21,8 +21,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from clusterddp.agent import machine, network, runs, store
-from clusterddp.agent.host import Body, Handler, Host, Reply
-from clusterddp.agent.operations import OPERATIONS
+from clusterddp.agent.operations import OPERATIONS, Body, Handler, Host, Reply
 from clusterddp.errors import ClusterddpError
 from clusterddp.wire import build, read_object
 

@@ -24,8 +24,7 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from clusterddp.agent.host import Body, Host
-from clusterddp.agent.operations import Target
+from clusterddp.agent.operations import Body, Host, Target
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.choice import Outcome, Probe
 from clusterddp.network.interface import plain_address, read_links, resolve

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from clusterddp.agent.host import Body, Host, Reply
+from clusterddp.agent.operations import Body, Host, Reply
 from clusterddp.agent.store import check_out
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment

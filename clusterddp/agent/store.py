@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.agent.host import Body, Host, Reply
+from clusterddp.agent.operations import Body, Host, Reply
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.code import link_or_copy
 from clusterddp.system.archive import unpack

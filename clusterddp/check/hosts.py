@@ -19,8 +19,8 @@ from clusterddp.facts.judge import (
     judge_own_name,
 )
 from clusterddp.facts.machine import Machine
+from clusterddp.launchers.ssh.launcher import ask_hosts, needs_of
 from clusterddp.launchers.ssh.network import GangNetwork, examine_network
-from clusterddp.launchers.ssh.preflight import ask_hosts, needs_of
 from clusterddp.network.choice import Findings
 from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.planning.placement import Request

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.planning.plan import read_plan_json
 from clusterddp.planning.ssh.plan import SshPlan
-from clusterddp.remote.session import HostAccess, Session
-from clusterddp.remote.sessions import ask_all, open_sessions
+from clusterddp.remote.session import HostAccess
+from clusterddp.remote.sessions import Opener, SessionPool, Work
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
@@ -64,8 +64,7 @@ class Hosts:
 
     def __init__(self, accesses: Sequence[HostAccess], environ: Mapping[str, str]) -> None:
         self._accesses = {access.host: access for access in accesses}
-        self._environ = environ
-        self._sessions: dict[str, Session | SshError] = {}
+        self._pool = SessionPool(Opener(environ))
 
     def look(self, tokens: Collection[str] | None = None) -> dict[str, list[RunHere] | SshError]:
         """Find the live processes of runs on each host."""
@@ -98,34 +97,18 @@ class Hosts:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for session in self._sessions.values():
-            if isinstance(session, Session):
-                session.close()
+        self._pool.close()
 
     def _ask(
         self, do: str, facts: Mapping[str, Mapping[str, Any]], *, timeout_s: float = _TIMEOUT_S
     ) -> dict[str, dict[str, Any] | SshError]:
-        """Ask hosts; reconnect once where the connection was lost since the last request."""
-        answers = self._ask_once(do, facts, timeout_s)
-        lost = {host for host, answer in answers.items() if isinstance(answer, SshError) and answer.dropped}
-        again = {host: facts[host] for host in facts if host in lost and isinstance(self._sessions[host], Session)}
-        for host in again:
-            self._sessions.pop(host).close()  # type: ignore[union-attr]
-        return answers | (self._ask_once(do, again, timeout_s) if again else {})
+        """Ask hosts; a connection that was lost since the last request is opened again."""
 
-    def _ask_once(
-        self, do: str, facts: Mapping[str, Mapping[str, Any]], timeout_s: float
-    ) -> dict[str, dict[str, Any] | SshError]:
-        new = [self._accesses[host] for host in facts if host not in self._sessions]
-        self._sessions |= open_sessions(new, environ=self._environ) if new else {}
-        results = {host: self._sessions[host] for host in facts}
-        sessions = {host: session for host, session in results.items() if isinstance(session, Session)}
-        replies = ask_all(sessions, do, facts.__getitem__, timeout_s=timeout_s) if sessions else {}
-        answers: dict[str, dict[str, Any] | SshError] = {}
-        for host, session in results.items():
-            reply = session if isinstance(session, SshError) else replies[host]
-            answers[host] = reply if isinstance(reply, SshError) else reply.facts
-        return answers
+        def ask(host: str) -> Work:
+            return lambda session: session.ask(do, facts[host], timeout_s=timeout_s).facts
+
+        found = self._pool.run(do, {self._accesses[host]: ask(host) for host in facts}, None, anew=True)
+        return {host: found[self._accesses[host]] for host in facts}
 
 
 Machines = ThisMachine | Hosts

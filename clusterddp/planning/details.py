@@ -67,7 +67,7 @@ def commands_started(
     `on_host`: the run's directory on the ranks' hosts.
     """
     if ssh:
-        from clusterddp.remote.package import constant_command
+        from clusterddp.remote.session import constant_command
 
         pythons = [node.python_words for node in ssh.hosts]
         supervisors = [(python, *SUPERVISOR_COMMAND[1:]) for python in pythons]

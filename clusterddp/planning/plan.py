@@ -28,7 +28,7 @@ from clusterddp.planning.program import Program, plan_program
 from clusterddp.planning.seal import hint, is_granted, sealed
 from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
-from clusterddp.planning.ssh import place as ssh_place
+from clusterddp.planning.ssh import plan as ssh_plan
 from clusterddp.planning.ssh.plan import SshPlan, at_home, directory_name, place_ssh, spec_at_home
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 MASTER_ADDR = "127.0.0.1"
-_PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_place.place}
+_PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_plan.place}
 """The functions that place the ranks, by launcher."""
 
 

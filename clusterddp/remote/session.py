@@ -1,18 +1,29 @@
-"""The session with the agent on one host: it starts the agent, then sends requests and reads answers, one at a time."""
+"""The session with the agent on one host: what starts it, the requests and the answers, one at a time.
+
+A host needs only Python: it is sent a constant command, the boot (agent/boot.py), and this package as a zip file.
+"""
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import functools
+import hashlib
+import io
 import json
 import threading
 import time
-from collections.abc import Iterable, Mapping
+import zipfile
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
+import clusterddp
 from clusterddp.agent.operations import HELLO, OPERATIONS
 from clusterddp.errors import NonsenseError, SshError
 from clusterddp.ssh.connections import Connection
+from clusterddp.system.templates import list_templates, read_template
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
@@ -27,6 +38,13 @@ _MAX_PREFACE_BYTES = 256 * 1024
 _MAX_LINE_BYTES, _MAX_DATA_BYTES = 32 << 20, 64 << 20
 """The largest answer: one line lists all files of a run; the data are pieces of files."""
 _MARK = b"clusterddp-agent "
+NO_PACKAGE = 86
+"""The exit code of `ssh_argv` where the host does not have the package."""
+_READS = "IFS= read -r python && IFS= read -r venv && IFS= read -r conda && IFS= read -r modules || exit 96; "
+_RUNS = '"import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline())))"\''
+"""What the constant command does with standard input, at its beginning and at its end."""
+_LONG_AGO = (1980, 1, 1, 0, 0, 0)
+_packing = threading.Lock()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +64,6 @@ class HostAccess:
 class Package:
     """What is sent to every host: the program that starts the agent, and this package as a zip file."""
 
-    command: str
-    """The constant command (remote/package.py)."""
     boot: bytes
     sha256: str
     data: bytes
@@ -67,6 +83,65 @@ class Reply:
 
     facts: dict[str, Any]
     data: bytes = b""
+
+
+@functools.cache
+def package() -> Package:
+    """Return what is uploaded; the same sources give the same checksum."""
+    home = Path(clusterddp.__file__).parent
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        sources = [path for pattern in ("*.py", "*.css", "*.js") for path in sorted(home.rglob(pattern))]
+        names = {path: path.relative_to(home).as_posix() for path in sources}
+        names |= {path: f"templates/{path.name}" for path in list_templates()}  # submits on a login node need them
+        for path, name in names.items():
+            info = zipfile.ZipInfo(f"clusterddp/{name}", date_time=_LONG_AGO)
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, path.read_bytes())
+    data = buffer.getvalue()
+    return Package(
+        boot=(home / "agent" / "boot.py").read_bytes(),
+        sha256=hashlib.sha256(data).hexdigest(),
+        data=data,
+    )
+
+
+def constant_command() -> str:
+    """Return the command that every host runs, the same for all runs: one line, for any login shell."""
+    lines = (line.strip() for line in read_template("ssh_host.sh").splitlines())
+    text = " ".join(line for line in lines if line and not line.startswith("#"))
+    assert not set("'!") & set(text)  # csh reads them otherwise
+    return f"exec /bin/sh -c '{text}'"
+
+
+def ssh_argv(access: HostAccess, module: str, arguments: Sequence[str], *, terminal: bool) -> list[str]:
+    """Return the user's own ssh, which runs a module of the package on a host; see `NO_PACKAGE`.
+
+    It leaves standard input to the module: what the constant command reads from there is a part of it. `module` has a
+    function `main(arguments)`; one that begins with ~/ is in the home directory there.
+    """
+    home = f"{access.root}/packages/{package().sha256}"
+    program = (
+        "import sys, os\n"
+        f"home = os.path.expanduser({home!r})\n"
+        f"os.path.isdir(home) or sys.exit({NO_PACKAGE})\n"
+        "sys.path.insert(0, home)\n"
+        f"from {module} import main\n"
+        f"main([os.path.expanduser({arguments[0]!r}), *{list(arguments[1:])!r}])\n"
+    )
+    values = {"python": access.python, "venv": access.venv, "conda": access.conda, "modules": " ".join(access.modules)}
+    # printf reads each character that a shell might as its number.
+    given = "".join(f"{name}=$(printf {_numbered(value or '')}); " for name, value in values.items())
+    body = constant_command().removesuffix(_RUNS).partition(_READS)[2]
+    code = base64.b64encode(program.encode()).decode()
+    command = f"exec /bin/sh -c '{given}{body}\"import base64, sys; exec(base64.b64decode(sys.argv.pop()))\" {code}'"
+    options = ["-t" if terminal else "-T", "-o", "RemoteCommand=none"]
+    return ["ssh", *options, "--", access.host, command]
+
+
+def _numbered(text: str) -> str:
+    """Write a text as the argument of printf in a command for any login shell."""
+    return '"' + "".join(f"\\{byte:03o}" for byte in text.encode()) + '"'
 
 
 @dataclass(kw_only=True)
@@ -121,26 +196,28 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def begin(self, access: HostAccess, package: Package) -> None:
+    def begin(self, access: HostAccess) -> None:
         """Start the agent: send the boot, and the package where the host does not have it.
 
         Raises: SshError.
         """
+        with _packing:  # else every thread makes it
+            sent = package()
         lines = (access.python, access.venv, access.conda, " ".join(access.modules))
-        order = {"package": package.sha256, "root": access.root}
+        order = {"package": sent.sha256, "root": access.root}
         with contextlib.suppress(SshError):  # when the shell has exited, the reason is on its stderr
             self._send(
                 b"".join(f"{line or ''}\n".encode() for line in lines)
-                + f"{len(package.boot)}\n".encode()
-                + package.boot
+                + f"{len(sent.boot)}\n".encode()
+                + sent.boot
                 + json.dumps(order).encode()
                 + b"\n",
                 BOOT_TIMEOUT_S,
             )
         self.hello = self.read_marked(HELLO, BOOT_TIMEOUT_S)
         if not self.hello["have"]:
-            self._send_line({"size": len(package.data)}, BOOT_TIMEOUT_S)
-            self._send(package.data, BOOT_TIMEOUT_S)
+            self._send_line({"size": len(sent.data)}, BOOT_TIMEOUT_S)
+            self._send(sent.data, BOOT_TIMEOUT_S)
             self.read_marked({}, BOOT_TIMEOUT_S)
 
     def read_marked(self, keys: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
@@ -263,16 +340,16 @@ class Session:
         raise SshError(self.host, "ask", f"the connection broke: {cause}", dropped=True) from error
 
 
-def start_session(connection: Connection, access: HostAccess, package: Package) -> Session | SshError:
+def start_session(connection: Connection, access: HostAccess) -> Session | SshError:
     """Start the agent over a connection, which is closed when that fails."""
     try:
-        channel = connection.execute(package.command)
+        channel = connection.execute(constant_command())
         session = Session(
             host=access.host,
             connection=connection,
             channel=channel,
         )
-        session.begin(access, package)
+        session.begin(access)
     except SshError as error:
         connection.close()
         return error

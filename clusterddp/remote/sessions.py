@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.remote.package import package
 from clusterddp.remote.session import HostAccess, Reply, Session, start_session
 from clusterddp.ssh.connections import AT_ONCE, EACH_S, Connector, Fan, connect_all
 
@@ -40,12 +39,11 @@ def open_sessions(accesses: Sequence[HostAccess], *, environ: Mapping[str, str])
     """Connect to hosts and start the agent on each; return a result per host. The caller closes the sessions."""
     by_host = {access.host: access for access in accesses}
     pinned = {access.host: access.host_key for access in accesses if access.host_key}
-    made = package()
     connections = connect_all(by_host, environ=environ, pinned=pinned)
 
     def start(host: str) -> Session | SshError:
         connection = connections[host]
-        return connection if isinstance(connection, SshError) else start_session(connection, by_host[host], made)
+        return connection if isinstance(connection, SshError) else start_session(connection, by_host[host])
 
     return Fan(by_host, start, _close_if_open).results(AT_ONCE)
 
@@ -216,6 +214,7 @@ class Opener:
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._lock = threading.Lock()
+        self._gate = threading.Semaphore(AT_ONCE)
         self._connector = Connector(environ)
 
     def __call__(self, access: HostAccess) -> Session:
@@ -224,14 +223,13 @@ class Opener:
         Raises: SshError.
         """
         connector = self._connector
-        try:
-            connection = connector.connect(access.host, pinned=access.host_key)
-        except SshError:
-            self._replace(connector)
-            raise
-        with self._lock:  # else every thread makes the package
-            made = package()
-        session = start_session(connection, access, made)
+        with self._gate:
+            try:
+                connection = connector.connect(access.host, pinned=access.host_key)
+            except SshError:
+                self._replace(connector)
+                raise
+            session = start_session(connection, access)
         if isinstance(session, SshError):
             raise session
         return session

@@ -102,7 +102,7 @@ def value_of(kind: Any) -> Any:  # noqa: PLR0911  one return for each kind of ty
 
 def mirrored(root: Path) -> Target:
     """Download a run from a host whose real answers are mutated on their way."""
-    from clusterddp.agent.host import Host
+    from clusterddp.agent.operations import Host
     from clusterddp.look.status import read_status
     from clusterddp.results.download import download
     from clusterddp.results.host_run import HostRun, Wants, newest_attempt, report_of, update_reports
@@ -180,7 +180,7 @@ def requests(root: Path) -> Target:
     """Ask the agent, as a launcher of the same user does; it may receive any place of that user."""
     import json
 
-    from clusterddp.agent.host import Host
+    from clusterddp.agent.operations import Host
 
     name, sum_ = "asked.01234567", "0" * 64
     part = {"path": "metrics.jsonl", "offset": 0, "limit": 100}

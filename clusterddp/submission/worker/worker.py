@@ -37,7 +37,7 @@ from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.placement import Placed, Placement, Request
 from clusterddp.planning.plan import Plan, move_plan, plan_json, plan_run
 from clusterddp.planning.prerequisites import check_trainer
-from clusterddp.planning.ssh.place import plan_ssh_placement
+from clusterddp.planning.ssh.plan import plan_ssh_placement
 from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
 from clusterddp.rendezvous.connection import Connection, Message, flush_all

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.remote.package import constant_command, package
+from clusterddp.remote.session import constant_command, package
 from tests.support.paths import ROOT
 from tests.support.ssh_person import SshPerson
 from tests.support.waiting import wait_until
@@ -23,7 +23,6 @@ PYTHON = sys.executable
 CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
-from clusterddp.remote.package import package
 from clusterddp.remote.session import HostAccess, Session
 from clusterddp.remote.sessions import open_sessions
 accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]

@@ -31,9 +31,10 @@ LOSES_ITS_CONNECTION = """
 import os, sys
 from clusterddp.look.ps import Hosts
 from clusterddp.remote.session import HostAccess
-with Hosts([HostAccess(host="node1")], os.environ) as hosts:
+access = HostAccess(host="node1")
+with Hosts([access], os.environ) as hosts:
     hosts.look()
-    hosts._sessions["node1"].connection.close()
+    hosts._pool._hosts[access].session.connection.close()
     print(hosts.end({"node1": [sys.argv[1]]})["node1"][0].ended)
 """
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)\n"

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from clusterddp.agent.host import Body, Host, Reply
 from clusterddp.agent.main import HANDLERS
+from clusterddp.agent.operations import Body, Host, Reply
 from clusterddp.agent.store import _ABANDONED_S, check_out, staging
 from clusterddp.errors import ClusterddpError
 from clusterddp.system.archive import Archive
