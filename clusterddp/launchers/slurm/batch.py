@@ -1,7 +1,8 @@
 """`python -m clusterddp.launchers.slurm.batch RUN_DIR`: the batch script of a Slurm job, on its first node.
 
 It claims an attempt, runs srun, which starts one task per rank, records the end if no other process could, and has the
-job started again if the run continues. It decides nothing about the ranks.
+job started again if the run continues: it requeues the job, or submits a follow-up job. When its own host is lost,
+Slurm requeues the job by itself (`--requeue`). It decides nothing about the ranks.
 
 Slurm's SIGTERM (a cancel, a requeue, a preemption, the time limit) reaches the tasks as well, which handle it. This
 process ignores it until srun exits or Slurm's KillWait is over. SIGUSR2, which `scancel --batch` sends to this process
@@ -23,17 +24,18 @@ from pathlib import Path
 from types import FrameType
 
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
-from clusterddp.launchers.slurm.carried import Carried, JobStart, read_carried
-from clusterddp.launchers.slurm.claim import claim_attempt, is_superseded
-from clusterddp.launchers.slurm.requeue import start_next_attempt
+from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded, read_carried
+from clusterddp.launchers.slurm.jobs import find_job
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import end_or_spool, final_end
+from clusterddp.run.attempts import end_or_spool, end_run, final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, read_spooled, spell_exit, spool_end
-from clusterddp.run.record import drop_secrets, log_event, read_run
+from clusterddp.run.record import JobAnswer, drop_secrets, log_event, read_run, write_job_answer
 from clusterddp.run.stop import request_stop
-from clusterddp.slurm.control import JobNow, show_job
+from clusterddp.slurm.control import JobNow, requeue_job, show_job
+from clusterddp.slurm.identity import job_tag
+from clusterddp.system.files import is_file
 from clusterddp.system.storage import retry_outage, storage_timeout_s
 
 _END_TIMEOUT_S = 3.0
@@ -44,6 +46,8 @@ _SRUN_TIMEOUT_AFTER_FAILURE_S = 1.5
 _GOES_ON_ELSEWHERE = 75
 """Exit code of a job whose run continues in another job: no job with an afterok dependency on it may start."""
 _NODE_FAILURE = re.compile(r"[Nn]ode failure on (\S+)")
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
 
 
 @dataclass(slots=True)
@@ -281,6 +285,86 @@ def _read_from(log: Path, offset: int) -> str:
             return file.read().decode("utf-8", errors="replace")
     except OSError:
         return ""
+
+
+def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
+    """Requeue the job, or submit a follow-up job, for the attempt after `attempt`; return what starts it.
+
+    Retries for as long as this process lives when the controller does not answer. The job's number of restarts shows
+    whether a requeue without an answer took effect.
+    """
+    run = carried.run
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        if retry_outage(run.newest_attempt).number > attempt.number:
+            return "another start of the job"
+        if is_file(run.cancel_file):
+            end_run(run, cancelled("cancelled before it was started again"))
+            return "nothing: the run was cancelled"
+        try:
+            return _try(carried, attempt)
+        except SlurmError as error:
+            if not error.transient:
+                return _give_up(run, error)
+            print(f"{error.message}; retrying in {pause_s:.0f} s", file=sys.stderr, flush=True)
+        except (ClusterddpError, OSError) as error:
+            return _give_up(run, error)
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+
+
+def _try(carried: Carried, attempt: AttemptDir) -> str:
+    """Try once; return what starts the next attempt.
+
+    Raises: SlurmError: `transient`: the caller has to retry.
+    """
+    start, environ = carried.start, carried.environment
+    job = show_job(start.job_id, environ)
+    if job is not None and job.restarts > start.restart_count:
+        return "the same job, requeued"
+    if job is None:
+        return _follow_up(carried, attempt, "Slurm no longer knows the job")
+    try:
+        requeue_job(start.job_id, environ)
+    except SlurmError as error:
+        if error.transient or "pending" in error.message.lower():
+            raise SlurmError(error.message, transient=True) from error
+        return _follow_up(carried, attempt, error.message)
+    log_event(carried.run, "requeued", attempt=attempt.number, job_id=start.job_id)
+    return "the same job, requeued"
+
+
+def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
+    """Submit another job for the next attempt, unless an earlier try has submitted it.
+
+    Raises: SlurmError: Slurm refuses it. `transient`: the caller has to retry.
+    """
+    from clusterddp.launchers.slurm.launcher import submit_attempt
+
+    run, number = carried.run, attempt.number + 1
+    job_id = _find_follow_up(carried, number)
+    if job_id is None:
+        job_id = submit_attempt(run, number, carried.environment, keep_variables=True).job_id
+    log_event(run, "follow_up", attempt=number, job_id=job_id, why=why)
+    return f"follow-up job {job_id} ({why})"
+
+
+def _find_follow_up(carried: Carried, number: int) -> str | None:
+    record = read_run(carried.run)
+    if record.job_tag != job_tag(record.token, number):
+        return None
+    job = find_job(carried.run, record, carried.environment)
+    if job is None:
+        return None
+    write_job_answer(carried.run, record.job_tag, JobAnswer(job_id=job.job_id, cluster=record.cluster))
+    return job.job_id
+
+
+def _give_up(run: RunDir, error: Exception) -> str:
+    message = error.message if isinstance(error, ClusterddpError) else str(error)
+    reason = f"could neither requeue the job nor submit a follow-up job: {message}"
+    end_run(run, failed(reason, log="launcher/job.log"))
+    return f"nothing: {message}"
 
 
 if __name__ == "__main__":

@@ -7,8 +7,7 @@ import os
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.slurm.carried import Carried, JobStart
-from clusterddp.launchers.slurm.claim import claim_attempt, is_superseded
+from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
 from clusterddp.run.attempts import make_attempt
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end, write_end
