@@ -138,7 +138,8 @@ def check(row: Row, cell: Cell, places: Places, directory: Path) -> None:
         await_result(places, "summary.json", size)
         return
     deadline = time.monotonic() + PATIENCE * 10
-    while len(lines := sorted(RANK_LINE.findall(places.said(ended)))) < size:
+    # The first machine of `worker` shows what rank 0 prints, which is in its log, too.
+    while len(lines := sorted(set(RANK_LINE.findall(places.said(ended))))) < size:
         assert time.monotonic() < deadline, (lines, ended)
         time.sleep(0.1)  # what ranks have written comes home a moment later
     assert lines == expected(row, cell), ended
