@@ -36,6 +36,22 @@ from clusterddp.wire import build
 
 _RESOLVE_S = 1.0
 _PORTS = 64
+PAYLOAD = 1 << 15
+"""Bytes each way: more than the largest packet (9000), less than any buffer."""
+PROBE = Protocol(name="network probe", key="nonce", max_bytes_to_server=2 * PAYLOAD, max_bytes_to_client=2 * PAYLOAD)
+"""Its key is the nonce of the run's probe."""
+_NUM_EXPECTED = 100
+"""How many hosts are expected to connect at the same time; others wait in the backlog."""
+_FLUSH_EVERY_S = 0.05
+_ENOUGH = 0.6
+"""Part of the time after which the probe ends when every target was reached at one of its addresses: TCP has sent a
+lost packet again by then."""
+_AT_ONCE = 400
+"""How many connections are tried at once: many hosts allow a process 1024 open files, and as many come in."""
+_PER_TURN = 16
+"""How many attempts begin before the next look at those that have connected."""
+_ROUND_TRIP_OFFSET = 68
+"""Offset of tcpi_rtt, in us, in Linux's struct tcp_info."""
 
 
 def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
@@ -73,49 +89,6 @@ def probe(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     return {"probes": probes, "slow_names": slow}
 
 
-def _listen_as_master(nonce: str, name: str, wanted: int | None) -> Listener:
-    """Listen at the port that the master will use, or at the first free one of its range."""
-    for port in [wanted] if wanted is not None else walk_ports(nonce, _PORTS):
-        with contextlib.suppress(OSError):
-            return Listener(nonce, name, port)
-    if wanted is None:
-        raise ClusterddpError(f"{_PORTS} ports were tried for the master, and none is free")
-    user = _listening_user(wanted)
-    raise ClusterddpError(
-        f"network.master_port {wanted} is in use" + (f" by a process of {user}" if user else ""),
-        hint=f"network.master_port: auto finds a free one; `ss -tlnp sport = :{wanted}` there shows who listens",
-    )
-
-
-def _listening_user(port: int) -> str | None:
-    """Name the user whose process listens on a port."""
-    import pwd
-
-    for table in ("tcp", "tcp6"):
-        with contextlib.suppress(OSError, KeyError):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
-                    return pwd.getpwuid(int(fields[7])).pw_name
-    return None
-
-
-def _machine() -> str:
-    """Return an identity of this machine; two containers differ, since each has a network namespace of its own."""
-    with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
-    return platform.node()
-
-
-def _firewall() -> str | None:
-    """Name the firewall that is switched on, if any user can read that."""
-    with contextlib.suppress(OSError):
-        if "\nENABLED=yes" in "\n" + Path("/etc/ufw/ufw.conf").read_text():
-            return "ufw"
-    return "firewalld" if Path("/sys/fs/cgroup/system.slice/firewalld.service").exists() else None
-
-
 class _Resolving:
     """Resolves a name or an address in a thread: without its name server that takes half a minute."""
 
@@ -136,32 +109,6 @@ class _Resolving:
         with contextlib.suppress(OSError):
             found = ask(question)
         self._answer.put(list(dict.fromkeys(found)))
-
-
-def _name_of(address: str) -> list[str]:
-    """Resolve an address as torch does, for its log, whenever a rank connects to the master.
-
-    By gethostbyaddr: getnameinfo of Python 3.11.2 blocks other threads, such as the listener's, while it waits.
-    """
-    return [socket.gethostbyaddr(address)[0]]
-
-
-PAYLOAD = 1 << 15
-"""Bytes each way: more than the largest packet (9000), less than any buffer."""
-PROBE = Protocol(name="network probe", key="nonce", max_bytes_to_server=2 * PAYLOAD, max_bytes_to_client=2 * PAYLOAD)
-"""Its key is the nonce of the run's probe."""
-_NUM_EXPECTED = 100
-"""How many hosts are expected to connect at the same time; others wait in the backlog."""
-_FLUSH_EVERY_S = 0.05
-_ENOUGH = 0.6
-"""Part of the time after which the probe ends when every target was reached at one of its addresses: TCP has sent a
-lost packet again by then."""
-_AT_ONCE = 400
-"""How many connections are tried at once: many hosts allow a process 1024 open files, and as many come in."""
-_PER_TURN = 16
-"""How many attempts begin before the next look at those that have connected."""
-_ROUND_TRIP_OFFSET = 68
-"""Offset of tcpi_rtt, in us, in Linux's struct tcp_info."""
 
 
 class Listener:
@@ -308,6 +255,57 @@ def probe_all(nonce: str, targets: Sequence[Target], within_s: float) -> list[Tr
         tries.append(attempt := Try(target, nonce, None))
         attempt.close()
     return tries
+
+
+def _listen_as_master(nonce: str, name: str, wanted: int | None) -> Listener:
+    """Listen at the port that the master will use, or at the first free one of its range."""
+    for port in [wanted] if wanted is not None else walk_ports(nonce, _PORTS):
+        with contextlib.suppress(OSError):
+            return Listener(nonce, name, port)
+    if wanted is None:
+        raise ClusterddpError(f"{_PORTS} ports were tried for the master, and none is free")
+    user = _listening_user(wanted)
+    raise ClusterddpError(
+        f"network.master_port {wanted} is in use" + (f" by a process of {user}" if user else ""),
+        hint=f"network.master_port: auto finds a free one; `ss -tlnp sport = :{wanted}` there shows who listens",
+    )
+
+
+def _listening_user(port: int) -> str | None:
+    """Name the user whose process listens on a port."""
+    import pwd
+
+    for table in ("tcp", "tcp6"):
+        with contextlib.suppress(OSError, KeyError):
+            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
+                fields = line.split()
+                if fields[3] == "0A" and int(fields[1].rpartition(":")[2], 16) == port:
+                    return pwd.getpwuid(int(fields[7])).pw_name
+    return None
+
+
+def _machine() -> str:
+    """Return an identity of this machine; two containers differ, since each has a network namespace of its own."""
+    with contextlib.suppress(OSError):
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+    return platform.node()
+
+
+def _firewall() -> str | None:
+    """Name the firewall that is switched on, if any user can read that."""
+    with contextlib.suppress(OSError):
+        if "\nENABLED=yes" in "\n" + Path("/etc/ufw/ufw.conf").read_text():
+            return "ufw"
+    return "firewalld" if Path("/sys/fs/cgroup/system.slice/firewalld.service").exists() else None
+
+
+def _name_of(address: str) -> list[str]:
+    """Resolve an address as torch does, for its log, whenever a rank connects to the master.
+
+    By gethostbyaddr: getnameinfo of Python 3.11.2 blocks other threads, such as the listener's, while it waits.
+    """
+    return [socket.gethostbyaddr(address)[0]]
 
 
 def _all_reached(targets: Sequence[Target], tries: Sequence[Try]) -> bool:

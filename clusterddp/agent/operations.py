@@ -18,6 +18,26 @@ from clusterddp.network.choice import HostNetwork, Probe
 from clusterddp.run.leftovers import Ended, RunHere
 from clusterddp.run.stored import Removed, Storage
 
+_Variables = dict[str, str]
+_Json = dict[str, Any]
+HELLO: Mapping[str, Any] = {
+    "hostname": str,
+    "uid": int,
+    "user": str,
+    "home": str,
+    "root": str,
+    "python": str,
+    "path": str,
+    "version": str,
+    "platform": str,
+    "boot_id": str,
+    "pid": int,
+    "have": bool,
+}
+"""What the boot reports of the host (agent/boot.py)."""
+_CHUNK_BYTES = 1 << 18
+_Thing = TypeVar("_Thing")
+
 
 class Operation(NamedTuple):
     """The keys and types of a request, and of its answer."""
@@ -84,8 +104,6 @@ class Address(TypedDict):
     port: int
 
 
-_Variables = dict[str, str]
-_Json = dict[str, Any]
 OPERATIONS: Mapping[str, Operation] = {
     # The connection: any request is a heartbeat.
     "beat": Operation({}, {"time": float}),
@@ -131,24 +149,6 @@ OPERATIONS: Mapping[str, Operation] = {
     "run.look": Operation({"runs": list[NamedRun]}, {"runs": dict[str, Look]}),
     "run.read": Operation({"name": str, "parts": list[Part]}, {"parts": list[Piece]}),
 }
-HELLO: Mapping[str, Any] = {
-    "hostname": str,
-    "uid": int,
-    "user": str,
-    "home": str,
-    "root": str,
-    "python": str,
-    "path": str,
-    "version": str,
-    "platform": str,
-    "boot_id": str,
-    "pid": int,
-    "have": bool,
-}
-"""What the boot reports of the host (agent/boot.py)."""
-
-
-_CHUNK_BYTES = 1 << 18
 
 
 class Closeable(Protocol):
@@ -158,7 +158,6 @@ class Closeable(Protocol):
 
 
 _Held = TypeVar("_Held", bound=Closeable)
-_Thing = TypeVar("_Thing")
 
 
 @dataclass(kw_only=True)

@@ -120,15 +120,6 @@ def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     return {"ended": [dataclasses.asdict(each) for each in ended]}
 
 
-def _end(token: str, patience_s: float) -> Ended:
-    found, left = end_run_here(token, patience_s=patience_s)
-    return Ended(token=token, ended=found - len(left), left=tuple(map(str, left)))
-
-
-def _last_line(log: Path) -> str:
-    return read_tail(log).rpartition("\n")[2].strip() or "it wrote nothing"
-
-
 def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """List the live processes of runs, and their files: path -> [size, time of the last change in ns].
 
@@ -168,6 +159,15 @@ def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
         pieces.append(piece)
         left -= len(piece)
     return Reply(facts={"parts": answers}, chunks=pieces, size=sum(map(len, pieces)))
+
+
+def _end(token: str, patience_s: float) -> Ended:
+    found, left = end_run_here(token, patience_s=patience_s)
+    return Ended(token=token, ended=found - len(left), left=tuple(map(str, left)))
+
+
+def _last_line(log: Path) -> str:
+    return read_tail(log).rpartition("\n")[2].strip() or "it wrote nothing"
 
 
 def _newest_end(run: RunDir, token: str) -> tuple[int | None, dict[str, Any] | None]:

@@ -35,6 +35,8 @@ _SUM = re.compile(r"[0-9a-f]{64}")
 PREFIX = ".clusterddp-incoming-"
 _ABANDONED_S = 1800.0
 """How long nothing is written by an upload whose agent is dead: an agent ends by itself earlier."""
+Verdict = Literal["same", "absent", "unsure", "changed", "other"]
+"""`unsure`: the sender's sum decides. `changed`: it is as an upload left it, and the sender has a newer one."""
 
 
 def compare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any] | Reply:
@@ -98,10 +100,6 @@ def find_code(root: Path, digest: str) -> Path:
     if not _SUM.fullmatch(digest):
         raise ValueError(f"not a sum: {digest!r}")
     return root / "code" / digest
-
-
-Verdict = Literal["same", "absent", "unsure", "changed", "other"]
-"""`unsure`: the sender's sum decides. `changed`: it is as an upload left it, and the sender has a newer one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -191,6 +189,59 @@ def open_place(host: Host, target: str) -> Place:
             (here,) = from_json([row])
             known[here.name] = Known(here=here, sent_mtime_ns=int(sent_mtime_ns), by_us=bool(by_us))
     return Place(path=path, record=record, known=known)
+
+
+def find_place(target: str) -> Path:
+    """Return the directory of a target: `~` is the home, and a relative one begins there.
+
+    Raises: ClusterddpError: it names the home of a user that is not known here.
+    """
+    try:
+        return Path(os.path.realpath(Path.home() / Path(target).expanduser()))
+    except (RuntimeError, ValueError) as error:
+        raise ClusterddpError(f"{target}: names no place on this host: {error}") from error
+
+
+@contextlib.contextmanager
+def staging(beside: Path, body: Body | None = None) -> Iterator[Path]:
+    """Make an empty directory on the file system of `beside`, and remove it with its content at the end.
+
+    Its time is set while bytes of `body` arrive; the next upload removes that of a killed one by its age.
+    """
+    with contextlib.suppress(OSError):
+        for entry in os.scandir(beside):
+            status = entry.stat(follow_symlinks=False)
+            is_ours = entry.name.startswith(PREFIX) and status.st_uid == os.getuid()
+            if is_ours and time.time() - status.st_mtime > _ABANDONED_S:
+                shutil.rmtree(entry.path, ignore_errors=True)
+    place = beside / f"{PREFIX}{secrets.token_hex(8)}"
+    place.mkdir(mode=0o700)
+    try:
+        tree = place / "tree"
+        tree.mkdir()  # by the umask: it may become a directory that others read
+        if body is not None:
+            body.on_progress(lambda: os.utime(place))
+        yield tree
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def refusing_disk(place: Path, needed_bytes: int) -> Iterator[None]:
+    """Explain errors of the disk; check its free space before anything is written.
+
+    Raises: ClusterddpError.
+    """
+    existing = place
+    while not existing.is_dir() and existing != existing.parent:
+        existing = existing.parent
+    try:
+        disk = os.statvfs(existing)
+        if needed_bytes > disk.f_bavail * disk.f_frsize and disk.f_blocks:  # some file systems do not report their size
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        yield
+    except OSError as error:
+        raise _explain(error, place, existing, needed_bytes) from error
 
 
 def _compare_data(place: Place, body: Body) -> Reply:
@@ -319,59 +370,6 @@ def _identify(place: Place, entry: Entry) -> str:
 
 def _is_untouched(here: Entry, then: Entry) -> bool:
     return (here.kind, here.size, here.mtime_ns, here.link) == (then.kind, then.size, then.mtime_ns, then.link)
-
-
-def find_place(target: str) -> Path:
-    """Return the directory of a target: `~` is the home, and a relative one begins there.
-
-    Raises: ClusterddpError: it names the home of a user that is not known here.
-    """
-    try:
-        return Path(os.path.realpath(Path.home() / Path(target).expanduser()))
-    except (RuntimeError, ValueError) as error:
-        raise ClusterddpError(f"{target}: names no place on this host: {error}") from error
-
-
-@contextlib.contextmanager
-def staging(beside: Path, body: Body | None = None) -> Iterator[Path]:
-    """Make an empty directory on the file system of `beside`, and remove it with its content at the end.
-
-    Its time is set while bytes of `body` arrive; the next upload removes that of a killed one by its age.
-    """
-    with contextlib.suppress(OSError):
-        for entry in os.scandir(beside):
-            status = entry.stat(follow_symlinks=False)
-            is_ours = entry.name.startswith(PREFIX) and status.st_uid == os.getuid()
-            if is_ours and time.time() - status.st_mtime > _ABANDONED_S:
-                shutil.rmtree(entry.path, ignore_errors=True)
-    place = beside / f"{PREFIX}{secrets.token_hex(8)}"
-    place.mkdir(mode=0o700)
-    try:
-        tree = place / "tree"
-        tree.mkdir()  # by the umask: it may become a directory that others read
-        if body is not None:
-            body.on_progress(lambda: os.utime(place))
-        yield tree
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def refusing_disk(place: Path, needed_bytes: int) -> Iterator[None]:
-    """Explain errors of the disk; check its free space before anything is written.
-
-    Raises: ClusterddpError.
-    """
-    existing = place
-    while not existing.is_dir() and existing != existing.parent:
-        existing = existing.parent
-    try:
-        disk = os.statvfs(existing)
-        if needed_bytes > disk.f_bavail * disk.f_frsize and disk.f_blocks:  # some file systems do not report their size
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        yield
-    except OSError as error:
-        raise _explain(error, place, existing, needed_bytes) from error
 
 
 def _explain(error: OSError, place: Path, existing: Path, needed_bytes: int) -> ClusterddpError:

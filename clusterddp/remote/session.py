@@ -139,11 +139,6 @@ def ssh_argv(access: HostAccess, module: str, arguments: Sequence[str], *, termi
     return ["ssh", *options, "--", access.host, command]
 
 
-def _numbered(text: str) -> str:
-    """Write a text as the argument of printf in a command for any login shell."""
-    return '"' + "".join(f"\\{byte:03o}" for byte in text.encode()) + '"'
-
-
 @dataclass(kw_only=True)
 class Session:
     """The agent of one host; made by `open_sessions` or `start_session`. The caller closes it."""
@@ -357,6 +352,11 @@ def start_session(connection: Connection, access: HostAccess) -> Session | SshEr
         connection.close()
         raise
     return session
+
+
+def _numbered(text: str) -> str:
+    """Write a text as the argument of printf in a command for any login shell."""
+    return '"' + "".join(f"\\{byte:03o}" for byte in text.encode()) + '"'
 
 
 def _text(value: Any) -> str | None:

@@ -28,7 +28,6 @@ _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 30.0
 _CLOSE_TIMEOUT_S = 1.0
 """How long a thread may take to finish the file that it writes."""
-
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 """What goes with a request; it may depend on the host."""
 Work = Callable[[Session], Any]

@@ -250,6 +250,12 @@ def read_data(path: Path, target: str) -> tuple[str, FileSet]:
     return target or "/", files
 
 
+def note_left_out(files: FileSet) -> list[str]:
+    if not files.left_out:
+        return []
+    return [f"{files.root}: not sent, being neither files nor links: {', '.join(files.left_out[:3])}"]
+
+
 def _compare_all(files: FileSet, target: str, uploader: Uploader, hosts: list[str]) -> dict[str, Found]:
     """Compare files with those of hosts; where size and time do not decide, sums do: on one host first, which records
     that they are the same, then on those that do not share its storage.
@@ -296,12 +302,6 @@ def _refuse_other(found: Mapping[str, Found]) -> None:
             also = f", and {len(others) - 1} more" if len(others) > 1 else ""
             hint = "remove it there, or send to another place (ssh.send)"
             raise SshError(host, "ask", f"{one.in_the_way[0]}{also}; it is left as it is", hint=hint)
-
-
-def note_left_out(files: FileSet) -> list[str]:
-    if not files.left_out:
-        return []
-    return [f"{files.root}: not sent, being neither files nor links: {', '.join(files.left_out[:3])}"]
 
 
 def _notes(host: str, found: Found, files: FileSet) -> list[str]:

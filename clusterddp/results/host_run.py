@@ -17,8 +17,7 @@ from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.run.attempts import Report, final_end, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.host_reports import HostReport, read_reports, start_of, write_reports
-from clusterddp.run.host_state import is_foreign
+from clusterddp.run.host_state import HostReport, is_foreign, read_reports, start_of, write_reports
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import read_json
@@ -32,7 +31,6 @@ Listed = tuple[int, int]
 Kind = Literal["grows", "whole", "end", "events", "large"]
 """How a file is downloaded. grows: new bytes are appended. whole: small, replaced at once. end: small, never replaced.
 events: its rows are added to the local ones. large: under a temporary name first, and checked."""
-
 _ATTEMPT_FACTS = re.compile(r"attempts/\d+/((start|stopped|usage|stacks/[A-Za-z0-9-]{1,40})\.json|ASKED)")
 _OF_ATTEMPT = re.compile(r"attempts/\d+/")
 _END = re.compile(r"attempts/\d+/end\.json")
@@ -230,13 +228,6 @@ def report_of(host_run: HostRun, answer: Mapping[str, Any], files: Mapping[str, 
     )
 
 
-def _last_output(attempt: int, files: Mapping[str, Listed]) -> float | None:
-    logs = f"attempts/{attempt}/logs/"
-    own = {path: listed for path, listed in files.items() if path.startswith(logs) and not path.endswith(".times")}
-    written_ns = [mtime_ns for size, mtime_ns in own.values() if size]
-    return max(written_ns) / 1e9 if written_ns else None
-
-
 def failure_of(host_run: HostRun, error: SshError) -> HostReport:
     """Return the report of a host that did not answer."""
     return HostReport(host=host_run.host, start=host_run.start, asked=time.time(), error=reason_of(error))
@@ -269,14 +260,6 @@ def must_ask(host_run: HostRun, wants: Wants) -> bool:
     return bool(wants.logs & host_run.ranks) and ("logs" not in host_run.fetch or _may_have_results(host_run))
 
 
-def _may_have_results(host_run: HostRun) -> bool:
-    """Return whether a host may have files of an ended run that were not downloaded yet."""
-    if final_end(host_run.run) is not None and read_run(host_run.run).job_id is None:
-        return False  # it was never started
-    report = read_reports(host_run.run).get(host_run.host)
-    return report is None or report.complete != newest_attempt(host_run.run)
-
-
 def was_never_reached(run: RunDir) -> bool:
     """Return whether the hosts of a run were asked, none ever answered, and its local files have no attempt."""
     if any(attempt.start.exists() or attempt.end.exists() for attempt in run.attempts()):
@@ -306,6 +289,21 @@ def is_on_hosts(run: RunDir) -> bool:
         return (read_json(run.record) or {}).get("launcher") == "ssh"
     except (ClusterddpError, OSError, AttributeError):
         return False  # the command that reads it reports that
+
+
+def _last_output(attempt: int, files: Mapping[str, Listed]) -> float | None:
+    logs = f"attempts/{attempt}/logs/"
+    own = {path: listed for path, listed in files.items() if path.startswith(logs) and not path.endswith(".times")}
+    written_ns = [mtime_ns for size, mtime_ns in own.values() if size]
+    return max(written_ns) / 1e9 if written_ns else None
+
+
+def _may_have_results(host_run: HostRun) -> bool:
+    """Return whether a host may have files of an ended run that were not downloaded yet."""
+    if final_end(host_run.run) is not None and read_run(host_run.run).job_id is None:
+        return False  # it was never started
+    report = read_reports(host_run.run).get(host_run.host)
+    return report is None or report.complete != newest_attempt(host_run.run)
 
 
 def _is_being_started(record: RunRecord) -> bool:

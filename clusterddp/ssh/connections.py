@@ -30,6 +30,18 @@ _MAX_TRIES = 10
 """How often a host that hangs up is tried: for about half a minute."""
 _LONGEST_PAUSE_S = 5.0
 _KEEPALIVE_S = 15
+_SESSION_TIMEOUT_S = 15.0
+CONNECT_TIMEOUT_S = 10.0
+SILENCE_S = 30
+"""How long the kernel waits for a peer that acknowledges nothing (TCP_USER_TIMEOUT)."""
+_PROBE_S = 8
+_FAMILIES = {None: socket.AF_UNSPEC, 4: socket.AF_INET, 6: socket.AF_INET6}
+AT_ONCE = 64
+"""How many hosts are asked at once: they may share a file server, a bastion or a processor."""
+EACH_S = 0.15
+"""What each of many hosts adds to their timeout, in seconds: a session takes this machine that long, too."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 
 
 @dataclass(kw_only=True)
@@ -202,26 +214,6 @@ def scan_all(
         return Fan(dict.fromkeys(destinations), scan).results(AT_ONCE)
 
 
-def _close_if_open(result: Connection | SshError) -> None:
-    if isinstance(result, Connection):
-        result.close()
-
-
-@contextlib.contextmanager
-def _naming(host: str) -> Iterator[None]:
-    """Name the destination in the error of a jump host."""
-    try:
-        yield
-    except SshError as error:
-        if error.host == host:
-            raise
-        found = f"on the way, {error.host}: {error.found}"
-        raise SshError(host, error.phase, found, hint=error.hint) from error
-
-
-_SESSION_TIMEOUT_S = 15.0
-
-
 @dataclass(kw_only=True)
 class Connection:
     """A connection to one host; made by `Connector`. The caller closes it."""
@@ -299,13 +291,6 @@ class Connection:
         self.close()
 
 
-CONNECT_TIMEOUT_S = 10.0
-SILENCE_S = 30
-"""How long the kernel waits for a peer that acknowledges nothing (TCP_USER_TIMEOUT)."""
-_PROBE_S = 8
-_FAMILIES = {None: socket.AF_UNSPEC, 4: socket.AF_INET, 6: socket.AF_INET6}
-
-
 @dataclass(kw_only=True)
 class Stream:
     """A socket to a host, and the ProxyCommand behind it, where there is one."""
@@ -359,6 +344,73 @@ def open_stream(destination: Destination, environ: Mapping[str, str]) -> Stream:
             return Stream(socket=connection)
     assert last is not None
     raise _unreachable(destination, last) from last
+
+
+class Fan(Generic[_Item, _Result]):
+    """Calls a function for every item, in daemon threads; `undo` closes a result that no caller gets."""
+
+    def __init__(
+        self,
+        items: Iterable[_Item],
+        function: Callable[[_Item], _Result],
+        undo: Callable[[_Result], object] = lambda result: None,
+    ) -> None:
+        self._order = list(items)
+        self._function = function
+        self._undo = undo
+        self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[_Item, _Result] | BaseException] = queue.SimpleQueue()
+        self._given_up = threading.Event()
+
+    def results(self, at_once: int) -> dict[_Item, _Result]:
+        """Return all results in the order of the items; an interrupt undoes the results so far."""
+        for item in self._order:
+            self._waiting.put(item)
+        for _ in range(min(at_once, len(self._order))):
+            threading.Thread(target=self._work, daemon=True).start()
+        results: dict[_Item, _Result] = {}
+        try:
+            while len(results) < len(self._order):
+                done = self._done.get()
+                if isinstance(done, BaseException):
+                    raise done
+                results[done[0]] = done[1]
+        except BaseException:
+            self._given_up.set()
+            for result in results.values():
+                self._undo(result)
+            raise
+        return {item: results[item] for item in self._order}
+
+    def _work(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while not self._given_up.is_set():
+                item = self._waiting.get_nowait()
+                try:
+                    result = self._function(item)
+                except BaseException as error:  # an unexpected error: the thread that waits raises it
+                    self._done.put(error)
+                    return
+                if self._given_up.is_set():
+                    self._undo(result)
+                self._done.put((item, result))
+
+
+def _close_if_open(result: Connection | SshError) -> None:
+    if isinstance(result, Connection):
+        result.close()
+
+
+@contextlib.contextmanager
+def _naming(host: str) -> Iterator[None]:
+    """Name the destination in the error of a jump host."""
+    try:
+        yield
+    except SshError as error:
+        if error.host == host:
+            raise
+        found = f"on the way, {error.host}: {error.found}"
+        raise SshError(host, error.phase, found, hint=error.hint) from error
 
 
 def _addresses(destination: Destination) -> list[tuple[int, tuple[str, int]]]:
@@ -419,61 +471,3 @@ def _start_proxy(destination: Destination, command: str, environ: Mapping[str, s
     finally:
         theirs.close()
     return Stream(socket=ours, process=process, stderr=stderr)
-
-
-AT_ONCE = 64
-"""How many hosts are asked at once: they may share a file server, a bastion or a processor."""
-EACH_S = 0.15
-"""What each of many hosts adds to their timeout, in seconds: a session takes this machine that long, too."""
-_Item = TypeVar("_Item")
-_Result = TypeVar("_Result")
-
-
-class Fan(Generic[_Item, _Result]):
-    """Calls a function for every item, in daemon threads; `undo` closes a result that no caller gets."""
-
-    def __init__(
-        self,
-        items: Iterable[_Item],
-        function: Callable[[_Item], _Result],
-        undo: Callable[[_Result], object] = lambda result: None,
-    ) -> None:
-        self._order = list(items)
-        self._function = function
-        self._undo = undo
-        self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[_Item, _Result] | BaseException] = queue.SimpleQueue()
-        self._given_up = threading.Event()
-
-    def results(self, at_once: int) -> dict[_Item, _Result]:
-        """Return all results in the order of the items; an interrupt undoes the results so far."""
-        for item in self._order:
-            self._waiting.put(item)
-        for _ in range(min(at_once, len(self._order))):
-            threading.Thread(target=self._work, daemon=True).start()
-        results: dict[_Item, _Result] = {}
-        try:
-            while len(results) < len(self._order):
-                done = self._done.get()
-                if isinstance(done, BaseException):
-                    raise done
-                results[done[0]] = done[1]
-        except BaseException:
-            self._given_up.set()
-            for result in results.values():
-                self._undo(result)
-            raise
-        return {item: results[item] for item in self._order}
-
-    def _work(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while not self._given_up.is_set():
-                item = self._waiting.get_nowait()
-                try:
-                    result = self._function(item)
-                except BaseException as error:  # an unexpected error: the thread that waits raises it
-                    self._done.put(error)
-                    return
-                if self._given_up.is_set():
-                    self._undo(result)
-                self._done.put((item, result))

@@ -31,9 +31,12 @@ KEY_TYPES = {
 }
 """The type of a key, as files name it -> the algorithms in which it signs."""
 _INTERCEPTED = "the connection may be intercepted"
-
 Marker = Literal["key", "authority", "revoked"]
 Proof = Literal["known_hosts", "certificate", "pinned"]
+_LINE = re.compile(r": line ([0-9]{1,9})\b")
+_MARKERS: dict[str, Marker] = {"@cert-authority": "authority", "@revoked": "revoked"}
+CERTIFICATE = "-cert-v01@openssh.com"
+"""The suffix of an algorithm's name when a certificate goes with the key."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -125,6 +128,116 @@ def check_known(destination: Destination, known: Iterable[KnownKey], expected: M
         raise SshError(destination.host, "host key", found, hint=f"clusterddp hosts check {destination.host}")
 
 
+def read_known_keys(destination: Destination) -> tuple[KnownKey, ...]:
+    """Find the lines of the user's and the machine's known_hosts that are about a host.
+
+    Raises: SshError.
+    """
+    found = _find(destination, destination.known_as)
+    bare = destination.hostname.lower()
+    if destination.host_key_alias is None and destination.port != DEFAULT_PORT:
+        # OpenSSH accepts the key of the plain name for a host on another port, unless that port has a key of its own.
+        plain = _find(destination, bare)
+        known = any(key.marker == "key" for key in found)
+        found += tuple(key for key in plain if key.marker != "key" or not known)
+    return found
+
+
+def add_known_hosts(keys: Mapping[Destination, HostKey]) -> dict[Path, int]:
+    """Append keys to the known_hosts of the user; return how many lines each file got.
+
+    Raises: ClusterddpError, OSError.
+    """
+    lines: dict[Path, list[str]] = {}
+    for destination, key in keys.items():
+        if destination.user_known_hosts is None:
+            hint = f"UserKnownHostsFile in ~/.ssh/config; ssh -G {destination.host} shows its value"
+            raise ClusterddpError(f"{destination.host}: there is no known_hosts file to write to", hint=hint)
+        lines.setdefault(destination.user_known_hosts, []).append(_line(destination, key))
+    for path, new in lines.items():
+        _append(path, "".join(line for line in dict.fromkeys(new)))
+    return {path: len(set(new)) for path, new in lines.items()}
+
+
+class CertificateError(Exception):
+    """A certificate is not valid; the message continues the words `its certificate`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Certificate:
+    """The fields of a certificate; `read_certificate` has checked its signature."""
+
+    is_for_host: bool
+    principals: tuple[str, ...]
+    """The host names that it is valid for; empty: any."""
+    valid_after: int
+    valid_before: int
+    """Seconds since the epoch."""
+    has_critical_options: bool
+    authority: bytes
+    """The key that signed it."""
+    algorithm: str
+    """How it was signed."""
+
+    def check(self, name: str, ca_algorithms: Sequence[str]) -> None:
+        """Check that it is valid for a host of this name, now.
+
+        Raises: CertificateError.
+        """
+        now = time.time()
+        if not self.is_for_host:
+            raise CertificateError("is for a user, not for a host")
+        if self.principals and name not in self.principals:
+            raise CertificateError(f"is for {', '.join(self.principals)}, not for {name}")
+        if now < self.valid_after:
+            raise CertificateError(f"is not valid before {_date(self.valid_after)}")
+        if now >= self.valid_before:
+            raise CertificateError(f"has expired at {_date(self.valid_before)}")
+        if self.has_critical_options:
+            raise CertificateError("has a critical option that is not known")
+        if self.algorithm not in ca_algorithms:
+            raise CertificateError(f"is signed with {self.algorithm}, which CASignatureAlgorithms does not allow")
+
+
+def read_certificate(blob: bytes) -> Certificate:
+    """Read a certificate as it came over the wire, and check its signature.
+
+    Raises: CertificateError.
+    """
+    import base64
+
+    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import (
+        Encoding,
+        PublicFormat,
+        SSHCertificate,
+        SSHCertificateType,
+        load_ssh_public_identity,
+    )
+
+    name = _text(blob, 0)
+    try:
+        read = load_ssh_public_identity(name + b" " + base64.b64encode(blob))
+        if not isinstance(read, SSHCertificate):
+            raise CertificateError("is a plain key")
+        read.verify_cert_signature()
+        authority_line = read.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
+    except (ValueError, UnsupportedAlgorithm, InvalidSignature) as error:
+        raise CertificateError(f"cannot be checked: {error or 'its signature is wrong'}") from error
+    authority = base64.b64decode(authority_line.split()[1])
+    # What follows the authority's key, at the very end, is the signature; its first field names the algorithm.
+    end_of_authority = blob.rindex(struct.pack(">I", len(authority)) + authority) + 4 + len(authority)
+    return Certificate(
+        is_for_host=read.type == SSHCertificateType.HOST,
+        principals=tuple(principal.decode(errors="replace") for principal in read.valid_principals),
+        valid_after=read.valid_after,
+        valid_before=read.valid_before,
+        has_critical_options=bool(read.critical_options),
+        authority=authority,
+        algorithm=_text(blob, end_of_authority + 4).decode(errors="replace"),
+    )
+
+
 def _refuse_revoked(destination: Destination, known: Sequence[KnownKey], shown: HostKey) -> None:
     blobs = [shown.blob]
     if shown.certificate is not None:
@@ -206,41 +319,6 @@ def _changed(destination: Destination, others: Sequence[KnownKey], shown: HostKe
     return SshError(destination.host, "host key", found, hint=hint)
 
 
-_LINE = re.compile(r": line ([0-9]{1,9})\b")
-_MARKERS: dict[str, Marker] = {"@cert-authority": "authority", "@revoked": "revoked"}
-
-
-def read_known_keys(destination: Destination) -> tuple[KnownKey, ...]:
-    """Find the lines of the user's and the machine's known_hosts that are about a host.
-
-    Raises: SshError.
-    """
-    found = _find(destination, destination.known_as)
-    bare = destination.hostname.lower()
-    if destination.host_key_alias is None and destination.port != DEFAULT_PORT:
-        # OpenSSH accepts the key of the plain name for a host on another port, unless that port has a key of its own.
-        plain = _find(destination, bare)
-        known = any(key.marker == "key" for key in found)
-        found += tuple(key for key in plain if key.marker != "key" or not known)
-    return found
-
-
-def add_known_hosts(keys: Mapping[Destination, HostKey]) -> dict[Path, int]:
-    """Append keys to the known_hosts of the user; return how many lines each file got.
-
-    Raises: ClusterddpError, OSError.
-    """
-    lines: dict[Path, list[str]] = {}
-    for destination, key in keys.items():
-        if destination.user_known_hosts is None:
-            hint = f"UserKnownHostsFile in ~/.ssh/config; ssh -G {destination.host} shows its value"
-            raise ClusterddpError(f"{destination.host}: there is no known_hosts file to write to", hint=hint)
-        lines.setdefault(destination.user_known_hosts, []).append(_line(destination, key))
-    for path, new in lines.items():
-        _append(path, "".join(line for line in dict.fromkeys(new)))
-    return {path: len(set(new)) for path, new in lines.items()}
-
-
 def _find(destination: Destination, name: str) -> tuple[KnownKey, ...]:
     found: list[KnownKey] = []
     for path in destination.known_hosts:
@@ -318,89 +396,6 @@ def _is_still(path: Path, number: int) -> bool:
         return os.path.samestat(os.stat(path), os.fstat(number))
     except FileNotFoundError:
         return False
-
-
-CERTIFICATE = "-cert-v01@openssh.com"
-"""The suffix of an algorithm's name when a certificate goes with the key."""
-
-
-class CertificateError(Exception):
-    """A certificate is not valid; the message continues the words `its certificate`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Certificate:
-    """The fields of a certificate; `read_certificate` has checked its signature."""
-
-    is_for_host: bool
-    principals: tuple[str, ...]
-    """The host names that it is valid for; empty: any."""
-    valid_after: int
-    valid_before: int
-    """Seconds since the epoch."""
-    has_critical_options: bool
-    authority: bytes
-    """The key that signed it."""
-    algorithm: str
-    """How it was signed."""
-
-    def check(self, name: str, ca_algorithms: Sequence[str]) -> None:
-        """Check that it is valid for a host of this name, now.
-
-        Raises: CertificateError.
-        """
-        now = time.time()
-        if not self.is_for_host:
-            raise CertificateError("is for a user, not for a host")
-        if self.principals and name not in self.principals:
-            raise CertificateError(f"is for {', '.join(self.principals)}, not for {name}")
-        if now < self.valid_after:
-            raise CertificateError(f"is not valid before {_date(self.valid_after)}")
-        if now >= self.valid_before:
-            raise CertificateError(f"has expired at {_date(self.valid_before)}")
-        if self.has_critical_options:
-            raise CertificateError("has a critical option that is not known")
-        if self.algorithm not in ca_algorithms:
-            raise CertificateError(f"is signed with {self.algorithm}, which CASignatureAlgorithms does not allow")
-
-
-def read_certificate(blob: bytes) -> Certificate:
-    """Read a certificate as it came over the wire, and check its signature.
-
-    Raises: CertificateError.
-    """
-    import base64
-
-    from cryptography.exceptions import InvalidSignature, UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.serialization import (
-        Encoding,
-        PublicFormat,
-        SSHCertificate,
-        SSHCertificateType,
-        load_ssh_public_identity,
-    )
-
-    name = _text(blob, 0)
-    try:
-        read = load_ssh_public_identity(name + b" " + base64.b64encode(blob))
-        if not isinstance(read, SSHCertificate):
-            raise CertificateError("is a plain key")
-        read.verify_cert_signature()
-        authority_line = read.signature_key().public_bytes(Encoding.OpenSSH, PublicFormat.OpenSSH)
-    except (ValueError, UnsupportedAlgorithm, InvalidSignature) as error:
-        raise CertificateError(f"cannot be checked: {error or 'its signature is wrong'}") from error
-    authority = base64.b64decode(authority_line.split()[1])
-    # What follows the authority's key, at the very end, is the signature; its first field names the algorithm.
-    end_of_authority = blob.rindex(struct.pack(">I", len(authority)) + authority) + 4 + len(authority)
-    return Certificate(
-        is_for_host=read.type == SSHCertificateType.HOST,
-        principals=tuple(principal.decode(errors="replace") for principal in read.valid_principals),
-        valid_after=read.valid_after,
-        valid_before=read.valid_before,
-        has_critical_options=bool(read.critical_options),
-        authority=authority,
-        algorithm=_text(blob, end_of_authority + 4).decode(errors="replace"),
-    )
 
 
 def _text(blob: bytes, offset: int) -> bytes:

@@ -27,8 +27,9 @@ from clusterddp.ssh.keys import CERTIFICATE, HostKey
 HANDSHAKE_TIMEOUT_S = 15.0
 AUTHENTICATION_TIMEOUT_S = 30.0
 _PROHIBITED = 1  # RFC 4254, 5.1
-
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
+_AGENT_TIMEOUT_S = 60  # the user may have to touch a security key
+_HUNG_UP = "the host hung up"
 
 
 class Transport(paramiko.Transport):
@@ -95,40 +96,6 @@ def open_tunnel(transport: paramiko.Transport, jump: Destination, destination: D
     raise SshError(destination.host, "connect", found, hint=hint)
 
 
-def _host_key(transport: Transport) -> HostKey:
-    key = transport.get_remote_server_key()
-    blob = key.public_blob
-    certificate = blob.key_blob if blob is not None and CERTIFICATE in (transport.host_key_type or "") else None
-    return HostKey(type=key.get_name(), blob=key.asbytes(), certificate=certificate)
-
-
-def _no_handshake(transport: Transport, destination: Destination, error: Exception, limit_s: float) -> SshError:
-    causes = [error, error.__context__]  # paramiko raises the same error for every failure at the first line
-    if isinstance(error, IncompatiblePeer):
-        found = f"no common algorithm: {_text(error)}"
-        return SshError(destination.host, "connect", found, hint=f"ssh -vv {destination.host} lists what each side has")
-    if any(isinstance(cause, EOFError | ConnectionError) for cause in causes):
-        found = f"{destination.address} hung up during the handshake"
-        hint = "too many connections at once (MaxStartups of sshd), or no sshd; its log shows which"
-        return SshError(destination.host, "connect", found, hint=hint, dropped=True)
-    if any(isinstance(cause, TimeoutError) for cause in causes):
-        sent = f"sent {transport.remote_version}" if transport.remote_version else "accepted the connection"
-        found = f"{destination.address} {sent}, then nothing for {limit_s:g} s"
-        return SshError(
-            destination.host, "connect", found, hint="is this sshd? is the host overloaded or out of memory?"
-        )
-    found = f"{destination.address}: {_text(error)}"
-    return SshError(destination.host, "connect", found, hint=f"ssh -v {destination.host}")
-
-
-def _text(error: BaseException) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
-
-
-_AGENT_TIMEOUT_S = 60  # the user may have to touch a security key
-_HUNG_UP = "the host hung up"
-
-
 def authenticate(transport: paramiko.Transport, destination: Destination) -> None:
     """Offer the user's keys, those of the agent first. The host's key has to be checked before.
 
@@ -162,6 +129,36 @@ def authenticate(transport: paramiko.Transport, destination: Destination) -> Non
                 hint="clusterddp asks for no password: configure sshd to accept a key by itself",
             )
     raise _denied(destination, refused, accepted, notes)
+
+
+def _host_key(transport: Transport) -> HostKey:
+    key = transport.get_remote_server_key()
+    blob = key.public_blob
+    certificate = blob.key_blob if blob is not None and CERTIFICATE in (transport.host_key_type or "") else None
+    return HostKey(type=key.get_name(), blob=key.asbytes(), certificate=certificate)
+
+
+def _no_handshake(transport: Transport, destination: Destination, error: Exception, limit_s: float) -> SshError:
+    causes = [error, error.__context__]  # paramiko raises the same error for every failure at the first line
+    if isinstance(error, IncompatiblePeer):
+        found = f"no common algorithm: {_text(error)}"
+        return SshError(destination.host, "connect", found, hint=f"ssh -vv {destination.host} lists what each side has")
+    if any(isinstance(cause, EOFError | ConnectionError) for cause in causes):
+        found = f"{destination.address} hung up during the handshake"
+        hint = "too many connections at once (MaxStartups of sshd), or no sshd; its log shows which"
+        return SshError(destination.host, "connect", found, hint=hint, dropped=True)
+    if any(isinstance(cause, TimeoutError) for cause in causes):
+        sent = f"sent {transport.remote_version}" if transport.remote_version else "accepted the connection"
+        found = f"{destination.address} {sent}, then nothing for {limit_s:g} s"
+        return SshError(
+            destination.host, "connect", found, hint="is this sshd? is the host overloaded or out of memory?"
+        )
+    found = f"{destination.address}: {_text(error)}"
+    return SshError(destination.host, "connect", found, hint=f"ssh -v {destination.host}")
+
+
+def _text(error: BaseException) -> str:
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _denied(destination: Destination, refused: list[str], accepted: list[str], notes: list[str]) -> SshError:

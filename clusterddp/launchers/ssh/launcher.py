@@ -56,6 +56,8 @@ _MIN_REPORTED_BYTES = 5_000_000
 _REPORT_INTERVAL_S = 5.0
 _END_PATIENCE_S = 8.0
 """How long supervisors and guards may take to clean up when a run is ended."""
+_TIMEOUT_S = 60.0
+"""Long, because nvidia-smi may have to wake every GPU."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,6 +177,121 @@ class SshLauncher:
         return read_host_state(run, record, attempt, end)
 
 
+class _UploadReport:
+    """Reports the progress of an upload of 5 MB or more: at once, then every 5 s."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._reported_at: float | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        too_soon = self._reported_at and now - self._reported_at < _REPORT_INTERVAL_S
+        if progress.total_bytes < _MIN_REPORTED_BYTES or too_soon:
+            return
+        done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._reported_at else ""
+        self._reported_at = now
+        self._report(f"{progress}{done}")
+
+
+def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, run: str) -> dict[int, Grant]:
+    """Lease GPUs for every node (`sessions` and `counts` by node rank).
+
+    After an error the caller closes the sessions, which ends the leases.
+    Raises: GpusInUseError: GPUs are in use; the message names their users. SshError: a host has too few GPUs, or does
+    not answer.
+    """
+    by_host = {sessions[node].host: sessions[node] for node in sorted(sessions) if counts.get(node)}
+    nodes = {host: [node for node in sorted(sessions) if counts.get(node) and sessions[node].host == host]
+             for host in by_host}  # fmt: skip
+
+    def wanted(host: str) -> dict[str, Any]:
+        return {"run": run, "counts": [counts[node] for node in nodes[host]]}
+
+    grants = {node: Grant() for node in sessions}
+    busy = []
+    for host, reply in ask_all(by_host, "host.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
+        if isinstance(reply, SshError):
+            raise reply
+        if reply.facts["gpus"] is None:
+            busy.append(f"{host}: {spell_busy(reply.facts['busy'])}")
+            continue
+        for node, gpus, hold in zip(nodes[host], reply.facts["gpus"], reply.facts["hold"], strict=True):
+            grants[node] = Grant(gpus=tuple(gpus), hold=tuple(hold))
+    if busy:
+        raise GpusInUseError("\n".join([f"{run}: GPUs are in use", *sorted(busy)]), hint="submit it when they are free")
+    return grants
+
+
+def preflight(plan: Plan, sessions: HostSessions) -> None:
+    """Check that the run can start on its hosts; nothing is imported or written there.
+
+    Raises: PreflightError: it cannot start; the message has all red checks with their remedies. SshError: a host does
+    not answer.
+    """
+    facts = ask_hosts(plan, sessions.by_host)
+    machines = {}
+    for host, machine in facts.items():
+        if isinstance(machine, SshError):
+            raise machine
+        # The lease decides whether GPUs are free: it waits for a run that is ending.
+        machines[host] = dataclasses.replace(machine, busy_gpus={})
+    raise_reds(plan.name, list(reds_of(judge_hosts(machines, needs_of(plan)))))
+
+
+def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
+    """Raise one error for all red checks, if there are any."""
+    if len(reds) == 1:
+        host, check, result = reds[0]
+        raise PreflightError(f"{host}: {check}: {result.found}", hint=result.fix)
+    if reds:
+        lines = [f"{host}: {check}: {result.found}\n    hint: {result.fix}" for host, check, result in reds]
+        raise PreflightError("\n  ".join([f"{name} cannot start:", *lines]))
+
+
+def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> dict[str, Machine | SshError]:
+    """Read the facts of all hosts at once; `thorough`: also those that never prevent a start."""
+    needs = needs_of(plan)
+    data_dir = data_dir_of(plan)
+
+    def question(host: str) -> dict[str, object]:
+        has_gpus = needs[host].num_gpus > 0
+        asked = {"with_gpus": has_gpus or thorough, "with_driver": has_gpus and thorough}
+        return {"variables": plan.gang.env, "data_dir": data_dir, **asked}
+
+    replies = ask_all(sessions, "host.facts", question, timeout_s=_TIMEOUT_S)
+    return {host: reply.facts["facts"] if isinstance(reply, Reply) else reply for host, reply in replies.items()}
+
+
+def needs_of(plan: Plan) -> dict[str, Needs]:
+    """Return what the run needs on each of its hosts."""
+    assert plan.ssh is not None
+    train = plan.spec.get("train") or {}
+    counts: dict[str, int] = {}
+    for node in plan.ssh.hosts:
+        counts[node.host] = counts.get(node.host, 0) + node.gpus
+    return {
+        host: Needs(
+            trainer=plan.gang.entry.target == TRAINER,
+            use_gpus=count > 0,
+            num_gpus=count,
+            nccl=plan.gang.backend == "nccl",
+            download=bool(train.get("download", True)),
+            sent_bytes=sum(send.bytes for send in plan.ssh.send),
+        )
+        for host, count in counts.items()
+    }
+
+
+def data_dir_of(plan: Plan) -> str | None:
+    """Return the trainer's data directory on the hosts; None if `ssh.send` fills it."""
+    train = plan.spec.get("train")
+    if plan.gang.entry.target != TRAINER or not train or train["dataset"] in GENERATED or plan.ssh is None:
+        return None
+    directory = str(train["data_dir"])
+    return None if any(_overlap(directory, send.target) for send in plan.ssh.send) else directory
+
+
 def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], report: Report) -> str:
     preflight(sessions.plan, sessions)
     assert sessions.plan.ssh is not None
@@ -228,23 +345,6 @@ def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt
     return PreflightError(f"{head}: node 0 has ended the start: {listed['end'].get('reason')}\n  {error.message}")
 
 
-class _UploadReport:
-    """Reports the progress of an upload of 5 MB or more: at once, then every 5 s."""
-
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._reported_at: float | None = None
-
-    def __call__(self, progress: Progress) -> None:
-        now = time.monotonic()
-        too_soon = self._reported_at and now - self._reported_at < _REPORT_INTERVAL_S
-        if progress.total_bytes < _MIN_REPORTED_BYTES or too_soon:
-            return
-        done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._reported_at else ""
-        self._reported_at = now
-        self._report(f"{progress}{done}")
-
-
 def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
     """End all that was started; `interrupted`: the hosts record that the user pressed Ctrl-C."""
     plan = sessions.plan
@@ -252,35 +352,6 @@ def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
         name = directory_name(plan.run, plan.token)
         sessions.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
     sessions.ask_willing("run.end", {"tokens": [plan.token], "patience_s": _END_PATIENCE_S if interrupted else 0.0})
-
-
-def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, run: str) -> dict[int, Grant]:
-    """Lease GPUs for every node (`sessions` and `counts` by node rank).
-
-    After an error the caller closes the sessions, which ends the leases.
-    Raises: GpusInUseError: GPUs are in use; the message names their users. SshError: a host has too few GPUs, or does
-    not answer.
-    """
-    by_host = {sessions[node].host: sessions[node] for node in sorted(sessions) if counts.get(node)}
-    nodes = {host: [node for node in sorted(sessions) if counts.get(node) and sessions[node].host == host]
-             for host in by_host}  # fmt: skip
-
-    def wanted(host: str) -> dict[str, Any]:
-        return {"run": run, "counts": [counts[node] for node in nodes[host]]}
-
-    grants = {node: Grant() for node in sessions}
-    busy = []
-    for host, reply in ask_all(by_host, "host.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
-        if isinstance(reply, SshError):
-            raise reply
-        if reply.facts["gpus"] is None:
-            busy.append(f"{host}: {spell_busy(reply.facts['busy'])}")
-            continue
-        for node, gpus, hold in zip(nodes[host], reply.facts["gpus"], reply.facts["hold"], strict=True):
-            grants[node] = Grant(gpus=tuple(gpus), hold=tuple(hold))
-    if busy:
-        raise GpusInUseError("\n".join([f"{run}: GPUs are in use", *sorted(busy)]), hint="submit it when they are free")
-    return grants
 
 
 def _settle_nodes(sessions: HostSessions, grants: Mapping[int, Grant]) -> Plan:
@@ -360,79 +431,6 @@ def _end(run: RunDir, environ: Mapping[str, str], *, patience_s: float, all_need
         listing = "; ".join(left)
         raise ClusterddpError(f"{run.name}: processes that cannot be killed: {listing}")
     return sum(each.ended for each in ended.values())
-
-
-_TIMEOUT_S = 60.0
-"""Long, because nvidia-smi may have to wake every GPU."""
-
-
-def preflight(plan: Plan, sessions: HostSessions) -> None:
-    """Check that the run can start on its hosts; nothing is imported or written there.
-
-    Raises: PreflightError: it cannot start; the message has all red checks with their remedies. SshError: a host does
-    not answer.
-    """
-    facts = ask_hosts(plan, sessions.by_host)
-    machines = {}
-    for host, machine in facts.items():
-        if isinstance(machine, SshError):
-            raise machine
-        # The lease decides whether GPUs are free: it waits for a run that is ending.
-        machines[host] = dataclasses.replace(machine, busy_gpus={})
-    raise_reds(plan.name, list(reds_of(judge_hosts(machines, needs_of(plan)))))
-
-
-def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
-    """Raise one error for all red checks, if there are any."""
-    if len(reds) == 1:
-        host, check, result = reds[0]
-        raise PreflightError(f"{host}: {check}: {result.found}", hint=result.fix)
-    if reds:
-        lines = [f"{host}: {check}: {result.found}\n    hint: {result.fix}" for host, check, result in reds]
-        raise PreflightError("\n  ".join([f"{name} cannot start:", *lines]))
-
-
-def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> dict[str, Machine | SshError]:
-    """Read the facts of all hosts at once; `thorough`: also those that never prevent a start."""
-    needs = needs_of(plan)
-    data_dir = data_dir_of(plan)
-
-    def question(host: str) -> dict[str, object]:
-        has_gpus = needs[host].num_gpus > 0
-        asked = {"with_gpus": has_gpus or thorough, "with_driver": has_gpus and thorough}
-        return {"variables": plan.gang.env, "data_dir": data_dir, **asked}
-
-    replies = ask_all(sessions, "host.facts", question, timeout_s=_TIMEOUT_S)
-    return {host: reply.facts["facts"] if isinstance(reply, Reply) else reply for host, reply in replies.items()}
-
-
-def needs_of(plan: Plan) -> dict[str, Needs]:
-    """Return what the run needs on each of its hosts."""
-    assert plan.ssh is not None
-    train = plan.spec.get("train") or {}
-    counts: dict[str, int] = {}
-    for node in plan.ssh.hosts:
-        counts[node.host] = counts.get(node.host, 0) + node.gpus
-    return {
-        host: Needs(
-            trainer=plan.gang.entry.target == TRAINER,
-            use_gpus=count > 0,
-            num_gpus=count,
-            nccl=plan.gang.backend == "nccl",
-            download=bool(train.get("download", True)),
-            sent_bytes=sum(send.bytes for send in plan.ssh.send),
-        )
-        for host, count in counts.items()
-    }
-
-
-def data_dir_of(plan: Plan) -> str | None:
-    """Return the trainer's data directory on the hosts; None if `ssh.send` fills it."""
-    train = plan.spec.get("train")
-    if plan.gang.entry.target != TRAINER or not train or train["dataset"] in GENERATED or plan.ssh is None:
-        return None
-    directory = str(train["data_dir"])
-    return None if any(_overlap(directory, send.target) for send in plan.ssh.send) else directory
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -130,6 +130,39 @@ def directory_name(run: str, token: str) -> str:
     return f"{run}.{token[:8]}"
 
 
+def place(job: JobSpec, request: Request) -> Placed:
+    """Distribute the ranks over the hosts of the spec.
+
+    Raises: PreflightError: see `plan_ssh_placement`. UsageError: see `plan_ssh`.
+    """
+    from clusterddp.spec.hosts import share_out, unused_hosts
+
+    shares = share_out(job)
+    placement = plan_ssh_placement(job, shares, unused_hosts(job))
+    return Placed(placement=placement, ssh=dataclasses.replace(plan_ssh(job, shares), attached=request.attached))
+
+
+def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[str] = ()) -> Placement:
+    """Place the nodes on hosts; the start leases their GPUs and chooses their interfaces.
+
+    `unused`: further hosts of the spec.
+
+    Raises: PreflightError: the spec asks for nccl and for no GPUs.
+    """
+    firsts = itertools.accumulate((share.ranks for share in shares), initial=0)
+    nodes = tuple(
+        Node(node_rank=node_rank, host=share.host.host, ranks=tuple(range(first, first + share.ranks)))
+        for node_rank, (share, first) in enumerate(zip(shares, firsts, strict=False))
+    )
+    gpus = any(share.gpus for share in shares)
+    if job.network.backend == "nccl" and not gpus:
+        raise PreflightError(
+            f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
+            hint="resources.gpus_per_node or a host's gpus asks for them; network.backend=auto takes gloo on the CPU",
+        )
+    return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(_ssh_notes(job, unused, gpus=gpus)))
+
+
 def _node(node_rank: int, share: Share, of_all: SshPython) -> SshNode:
     """Plan one host; if it names a Python or an environment, that replaces the one for all hosts."""
     host = share.host
@@ -162,39 +195,6 @@ def _send(source: str, target: str) -> Send:
             files += 1
             size += os.lstat(os.path.join(directory, name)).st_size
     return Send(source=source, target=target, files=files, bytes=size)
-
-
-def place(job: JobSpec, request: Request) -> Placed:
-    """Distribute the ranks over the hosts of the spec.
-
-    Raises: PreflightError: see `plan_ssh_placement`. UsageError: see `plan_ssh`.
-    """
-    from clusterddp.spec.hosts import share_out, unused_hosts
-
-    shares = share_out(job)
-    placement = plan_ssh_placement(job, shares, unused_hosts(job))
-    return Placed(placement=placement, ssh=dataclasses.replace(plan_ssh(job, shares), attached=request.attached))
-
-
-def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[str] = ()) -> Placement:
-    """Place the nodes on hosts; the start leases their GPUs and chooses their interfaces.
-
-    `unused`: further hosts of the spec.
-
-    Raises: PreflightError: the spec asks for nccl and for no GPUs.
-    """
-    firsts = itertools.accumulate((share.ranks for share in shares), initial=0)
-    nodes = tuple(
-        Node(node_rank=node_rank, host=share.host.host, ranks=tuple(range(first, first + share.ranks)))
-        for node_rank, (share, first) in enumerate(zip(shares, firsts, strict=False))
-    )
-    gpus = any(share.gpus for share in shares)
-    if job.network.backend == "nccl" and not gpus:
-        raise PreflightError(
-            f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
-            hint="resources.gpus_per_node or a host's gpus asks for them; network.backend=auto takes gloo on the CPU",
-        )
-    return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(_ssh_notes(job, unused, gpus=gpus)))
 
 
 def _ssh_notes(job: JobSpec, unused: Sequence[str], *, gpus: bool) -> Iterator[str]:

@@ -16,7 +16,7 @@ import pytest
 from clusterddp.errors import SshError
 from clusterddp.remote import session as session_module
 from clusterddp.remote.session import HostAccess, Session
-from clusterddp.run.host_reports import read_reports
+from clusterddp.run.host_state import read_reports
 from clusterddp.system.files import write_json
 from tests.support.agent_hosts import Connection, Hosts, make_channel, running_hosts
 
