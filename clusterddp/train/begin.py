@@ -7,12 +7,14 @@ import os
 import socket
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from torch import nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
 from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.evaluate import build_ema
@@ -20,8 +22,6 @@ from clusterddp.train.exchange import build_exchange
 from clusterddp.train.forward import (
     choose_precision,
     compile_now,
-    describe_forward,
-    describe_images,
     is_compiled,
     lack_of_bf16,
     place_model,
@@ -30,13 +30,11 @@ from clusterddp.train.forward import (
 )
 from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
 from clusterddp.train.host import ComputeSlot
+from clusterddp.train.models.resnet import has_large_stem
 from clusterddp.train.optim import Muon, Schedule, build_optimizer, plan_schedule
 from clusterddp.train.report.figures import Meter
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState, restore_state, spec_changes
-
-if TYPE_CHECKING:
-    from clusterddp.spec.train import TrainSpec
 
 _SHOWN = ("model", "dataset", "lr", "batch_size", "accumulate", "epochs", "optimizer", "weight_decay", "seed")
 """What TensorBoard's table of runs has of the spec."""
@@ -186,9 +184,17 @@ def log_setup(state: TrainState, setting: Setting) -> None:
     )
     if setting.slot.description:
         setting.reporter.log(setting.slot.description)
-    setting.reporter.log(describe_images(spec, dataset))
-    for fact in describe_forward(spec, group, compile_seconds=state.compile_seconds):
-        setting.reporter.log(fact)
+    kept, size = dataset.train_images.shape[2], dataset.image_size
+    enlarged = f", enlarged to {size}x{size} in each batch" if kept < size else ""
+    stem = "as for ImageNet, 7x7 and max-pool" if has_large_stem(size) else "3x3"
+    begins = f"; resnet18 begins {stem}" if spec.model == "resnet18" else ""
+    setting.reporter.log(f"images of {kept}x{kept} pixels{enlarged}{begins}")
+    if state.compile_seconds:
+        setting.reporter.log(f"compiled in {state.compile_seconds:.1f} s")
+    if spec.strategy == "dp":
+        gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
+        idle = f"one {group.device.type} device, so there is nothing to share out"
+        setting.reporter.log(f"strategy dp: {f'DataParallel over {gpus} GPUs' if gpus > 1 else idle}")
     if state.exchange.transport:
         setting.reporter.log(f"gradients go through {state.exchange.transport}")
     if not state.exchange.exact:

@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import json
 import os
-import secrets
-import sys
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, chain
@@ -28,16 +25,15 @@ from clusterddp.train.group import (
     Group,
     averaged_buffers,
     averaged_tensors,
-    broadcast_bytes,
     broadcast_model,
     mean_over_ranks,
     min_over_ranks,
 )
+from clusterddp.train.host import find_host
 from clusterddp.train.optim import optimizer_tensors
 
 _BF16_BUCKET_MB = 4
 """Small, so that sending starts early: 272 ms a step instead of 390 with 25 MiB (ResNet-18, 2 ranks, 1 Gbit/s)."""
-_PROOF_BYTES = 64  # keeps what follows on a cache line of its own
 _SMALLEST = 2 / 3
 """The smallest weights are those that make up at most this share of an `every`-th of all elements together."""
 
@@ -239,51 +235,27 @@ def share_memory(model: nn.Module, group: Group) -> Tensor | None:
     None on every rank where one of them cannot: the ranks are on several hosts or on GPUs, the system is not Linux, or
     processes are hidden from each other. The memory has no name, and goes with the last rank.
     """
-    if not group.on_one_host or group.device.type != "cpu" or sys.platform != "linux":
+    if not group.on_one_host or group.device.type != "cpu":
+        return None
+    host = find_host(group)
+    if host is None or min_over_ranks(len(host.ranks), group) < group.world_size:
         return None
     values = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
-    rows = group.world_size + 1
-    with _made(_PROOF_BYTES + 4 * rows * values) if group.is_first else contextlib.nullcontext() as made:
-        received = broadcast_bytes(json.dumps(made).encode() if group.is_first else None, group)
-        assert received is not None
-        path, proof = json.loads(received) or ("", "")
-        mapped = _map(path, bytes.fromhex(proof), _PROOF_BYTES // 4 + rows * values)
+    size = (group.world_size + 1) * values
+    with host.shared_file("clusterddp-gradients", num_bytes=4 * size) as (_, path):
+        mapped = _map(path, size)
         all_mapped = min_over_ranks(mapped is not None, group)
-    return None if mapped is None or not all_mapped else mapped[_PROOF_BYTES // 4 :].view(rows, values)
+    return None if mapped is None or not all_mapped else mapped.view(group.world_size + 1, values)
 
 
-@contextlib.contextmanager
-def _made(size: int) -> Iterator[tuple[str, str] | None]:
-    """Make memory of `size` bytes that has a path while the `with` lasts; yield that, and the hex of its first bytes.
-
-    A pid may mean another process in another pid namespace: a rank compares the first bytes.
-    """
-    made = None
-    with contextlib.ExitStack() as stack:
-        with contextlib.suppress(OSError):
-            descriptor = _open_memory()
-            stack.callback(os.close, descriptor)
-            os.posix_fallocate(descriptor, 0, size)  # a lack of memory shows here, not as a signal in a step
-            proof = secrets.token_bytes(_PROOF_BYTES)
-            os.pwrite(descriptor, proof, 0)
-            made = f"/proc/{os.getpid()}/fd/{descriptor}", proof.hex()
-        yield made
-
-
-def _open_memory() -> int:
-    """Open a file without a name, in memory."""
-    if hasattr(os, "memfd_create"):
-        return os.memfd_create("clusterddp-gradients")
-    # A Python built for an old C library.
-    return os.open("/dev/shm", os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)  # noqa: S108 - it has no name there
-
-
-def _map(path: str, proof: bytes, values: int) -> Tensor | None:
+def _map(path: str, size: int) -> Tensor | None:
+    """Map a file of `size` float32; None where it has not that size, or cannot be opened."""
     try:
-        with open(path, "rb") as file:
-            if not proof or file.read(len(proof)) != proof:
-                return None
-        return torch.from_file(path, shared=True, size=values, dtype=torch.float32)
+        if (
+            os.stat(path).st_size != 4 * size
+        ):  # else torch makes it larger: a lack of memory would be a signal in a step
+            return None
+        return torch.from_file(path, shared=True, size=size, dtype=torch.float32)
     except (OSError, RuntimeError):
         return None
 

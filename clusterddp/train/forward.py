@@ -6,22 +6,19 @@ import copy
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.device import cpu_bf16_units, synchronize
 from clusterddp.train.group import Group, min_over_ranks
 from clusterddp.train.models import build_model
-from clusterddp.train.models.resnet import has_large_stem
-
-if TYPE_CHECKING:
-    from clusterddp.spec.train import TrainSpec
 
 _TRIAL_IMAGES = 16
 _TRIAL_STEPS = 2
@@ -79,28 +76,6 @@ def uses_cuda_graphs(spec: TrainSpec, device: torch.device) -> bool:
     micro-batch. SyncBatchNorm's exchange must not be captured.
     """
     return spec.compile == "max" and device.type == "cuda" and spec.accumulate == 1 and not spec.sync_bn
-
-
-def describe_forward(spec: TrainSpec, group: Group, *, compile_seconds: float) -> list[str]:
-    """Describe what is unusual about the forward pass of training."""
-    facts = [f"compiled in {compile_seconds:.1f} s"] if compile_seconds else []
-    if spec.strategy == "dp":
-        gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
-        idle = f"strategy dp: one {group.device.type} device, so there is nothing to share out"
-        facts.append(f"strategy dp: DataParallel over {gpus} GPUs" if gpus > 1 else idle)
-    return facts
-
-
-def describe_images(spec: TrainSpec, dataset: Dataset) -> str:
-    """Describe the size of the images, and which first layers of the model follow from it."""
-    kept, size = dataset.train_images.shape[2], dataset.image_size
-    enlarged = f", enlarged to {size}x{size} in each batch" if kept < size else ""
-    stem = ""
-    if spec.model == "resnet18":
-        stem = (
-            "; resnet18 begins as for ImageNet, 7x7 and max-pool" if has_large_stem(size) else "; resnet18 begins 3x3"
-        )
-    return f"images of {kept}x{kept} pixels{enlarged}{stem}"
 
 
 def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: TrainSpec, precision: str) -> float:

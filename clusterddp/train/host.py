@@ -46,14 +46,18 @@ class Host:
         return _gather(value, self.group)
 
     @contextlib.contextmanager
-    def shared_file(self, name: str) -> Iterator[tuple[int, str]]:
+    def shared_file(self, name: str, *, num_bytes: int = 0) -> Iterator[tuple[int, str]]:
         """Make a file without a name in the memory of each host; yield its descriptor, and a path that opens it.
 
-        The path is that of the first rank's file; where processes are hidden, other ranks cannot open it. It exists
-        until every rank has left the `with`, which all of them must enter.
+        The path is that of the first rank's file, which has `num_bytes`, or none where the memory is too small; where
+        processes are hidden, other ranks cannot open it. It exists until every rank has left the `with`, which all of
+        them must enter.
         """
-        own = os.memfd_create(name)
+        own = _open_memory(name)
         try:
+            if num_bytes and self.index == 0:
+                with contextlib.suppress(OSError):
+                    os.posix_fallocate(own, 0, num_bytes)
             first = self.ranks[0]
             yield own, f"/proc/{self.pids[first]}/fd/{self.gather(own)[first]}"
             self.gather(0)
@@ -215,6 +219,14 @@ def _count_cores(host: Host) -> int:
     cores = len(set().union(*(os.sched_getaffinity(host.pids[rank]) for rank in host.ranks)))
     limit = read_cpu_limit()
     return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+def _open_memory(name: str) -> int:
+    """Open a file without a name, in memory."""
+    if hasattr(os, "memfd_create"):
+        return os.memfd_create(name)
+    # A Python built for an old C library.
+    return os.open("/dev/shm", os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)  # noqa: S108 - it has no name there
 
 
 def _fields(dataset: Dataset) -> dict[str, object]:

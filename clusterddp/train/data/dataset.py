@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data import cifar10, fashion_mnist
 from clusterddp.train.data.augment import derive_seed
 from clusterddp.train.data.download import default_data_dir
 from clusterddp.train.data.image_files import demand_memory, mean_and_std, read_images
 from clusterddp.train.data.shapes import CLASSES, generate_shapes
-
-if TYPE_CHECKING:
-    from clusterddp.spec.train import TrainSpec
 
 Split = tuple[Tensor, Tensor]
 
