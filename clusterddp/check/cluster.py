@@ -15,9 +15,9 @@ from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge import judge_here, judge_machine
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
-from clusterddp.planning.environment import process_environment
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
+from clusterddp.planning.processes import process_environment
 from clusterddp.slurm.cluster import Cluster, read_cluster
 from clusterddp.slurm.first_spec import choose_partition, consequences, time_text, why_not
 from clusterddp.slurm.partitions import Partition

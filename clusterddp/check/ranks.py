@@ -22,7 +22,7 @@ from clusterddp.run.view import RunState
 from clusterddp.submission.submit import submit
 
 if TYPE_CHECKING:
-    from clusterddp.planning.entry import Trial
+    from clusterddp.planning.program import Trial
     from clusterddp.spec.load import ResolvedSpec
 
 _RUN_S = 900.0

@@ -40,7 +40,7 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
     clusterddp exec RUN --rank 5 -- sh -c 'df -h . && ls'
     """
     from clusterddp.launchers.registry import launcher_named
-    from clusterddp.planning.environment import python_path
+    from clusterddp.planning.processes import python_path
     from clusterddp.run.record import read_run
     from clusterddp.slurm.commands import slurm_environment
 

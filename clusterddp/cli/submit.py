@@ -37,8 +37,8 @@ from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.planning.entry import Trial
     from clusterddp.planning.plan import Plan
+    from clusterddp.planning.program import Trial
     from clusterddp.spec.load import ResolvedSpec
 
 

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.planning.command_lines import EXEC_MODULE
+from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir

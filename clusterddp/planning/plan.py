@@ -3,44 +3,55 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import secrets
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.planning import local
-from clusterddp.planning.details import commands_started, files_written, rank0_variables
-from clusterddp.planning.entry import move_entry, plan_entry, plan_trial_entry
-from clusterddp.planning.job_values import (
-    changes_of,
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.planning.placement import Request, place_local, with_one_process_each
+from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes
+from clusterddp.planning.processes import launcher_command, rank_command
+from clusterddp.planning.program import (
     filled_in,
-    notify_of,
-    spec_text,
-    timeouts_of,
+    move_entry,
+    notes_on_outputs,
+    plan_entry,
+    plan_program,
+    plan_trial_entry,
     with_absolute_paths,
 )
-from clusterddp.planning.names import choose_run_name
-from clusterddp.planning.outputs import notes_on_outputs
-from clusterddp.planning.placement import Placed, Placement, Request, with_one_process_each
-from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes
-from clusterddp.planning.program import Program, plan_program
 from clusterddp.planning.seal import hint, is_granted, sealed
 from clusterddp.planning.slurm import place as slurm_place
-from clusterddp.planning.slurm.job import SlurmPlan, place_slurm
+from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, place_slurm
 from clusterddp.planning.ssh import plan as ssh_plan
 from clusterddp.planning.ssh.plan import SshPlan, at_home, directory_name, place_ssh, spec_at_home
 from clusterddp.run.directory import RunDir
-from clusterddp.run.gang import Entry, Gang
+from clusterddp.run.gang import Gang, Notify
+from clusterddp.run.supervisors import SUPERVISOR_COMMAND
+from clusterddp.spec.train import DEFINING
 from clusterddp.system.files import read_json
+from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.scalars import Duration
+
 
 MASTER_ADDR = "127.0.0.1"
-_PLACE = {"local": local.place, "slurm": slurm_place.place, "ssh": ssh_plan.place}
+_START_S = 60.0
+_START_ON_SLURM_S = 600.0
+"""Long, because nodes may boot and pull container images."""
+_START_S_PER_NODE = 1.0
+"""Supervisors start some tens at a time, and many share a network or, as virtual machines, a processor."""
+_STOP_S = 120.0
+_STOP_LEAD_S = 60.0
+"""The default of stop.lead for a spec without a time limit."""
+_PLACE = {"local": place_local, "slurm": slurm_place.place, "ssh": ssh_plan.place}
 """The functions that place the ranks, by launcher."""
 
 
@@ -134,28 +145,56 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
 
     Raises: UsageError, PreflightError, ClusterddpError: the run could not start, with the reason.
     """
-    request = request.with_absolute_paths()
-    job = with_absolute_paths(resolved.job, request.working_dir)
+    from clusterddp.spec.load import resolved_yaml
+
+    runs_dir, working_dir = request.runs_dir.absolute(), request.working_dir.absolute()
+    request = dataclasses.replace(request, runs_dir=runs_dir, working_dir=working_dir)
+    job = with_absolute_paths(resolved.job, working_dir)
     refuse_unplannable(job, request)
     placed = request.placed or _PLACE[job.launcher](job, request)
-    program = plan_program(job, working_dir=request.working_dir, runs_dir=request.runs_dir, environ=request.environ)
-    run = request.run or choose_run_name(request.runs_dir)
-    gang, spec, notes = _plan_ranks(job, request, placed, program, run)
+    program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=request.environ)
+    run = request.run or choose_run_name(runs_dir)
+    placement, spawns = with_one_process_each(job, placed)
+    entry = plan_entry(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
+    spec = filled_in(job)
+    if request.trial:
+        entry, spec = plan_trial_entry(request.trial, entry, spec, on_cpu=placement.on_cpu)
     in_copies = placed.ssh is not None and job.snapshot
-    overwritten = notes_on_outputs(gang.entry, request.working_dir, request.runs_dir, in_copies=in_copies)
+    overwritten = notes_on_outputs(entry, working_dir, runs_dir, in_copies=in_copies)
+    gang = Gang(
+        run=run,
+        token=secrets.token_hex(16),
+        nodes=placement.nodes,
+        entry=entry,
+        threads_per_rank=placement.threads_per_rank,
+        backend=placement.backend,
+        on_cpu=placement.on_cpu,
+        # Over SSH and on Slurm the launcher finds it at the start.
+        master_addr="" if placed.slurm or placed.ssh else MASTER_ADDR,
+        master_port=None if job.network.master_port == "auto" else job.network.master_port,
+        interface=placement.interface,
+        env=dict(job.env),
+        restarts=job.restarts,
+        hang=job.hang,
+        hang_after_s=_seconds(job.hang_after),
+        notify=_notify_of(job),
+        # On Slurm the end of the allocation is the limit.
+        time_limit_s=None if placed.slurm else _seconds(job.resources.time),
+        **_timeouts_of(job, len(placement.nodes)),
+    )
     plan = Plan(
         run=run,
         token=gang.token,
         name=job.name,
         launcher=job.launcher,
-        runs_dir=request.runs_dir,
-        working_dir=request.working_dir,
+        runs_dir=runs_dir,
+        working_dir=working_dir,
         spec=spec,
-        spec_text=spec_text(job),
+        spec_text=resolved_yaml(job),
         gang=gang,
         rank0={},
-        changes=changes_of(resolved),
-        notes=(*notes, *program.notes, *overwritten, *secret_notes(resolved)),
+        changes=tuple(map(dataclasses.asdict, resolved.changes())),
+        notes=(*placement.notes, *program.notes, *overwritten, *secret_notes(resolved)),
         snapshot=program.snapshot_summary,
         secrets=job.all_secrets,
         parent=request.parent,
@@ -167,48 +206,38 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     if plan.slurm:
         slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
         plan = dataclasses.replace(plan, slurm=slurm)
-    return move_plan(plan, request.runs_dir / run)
+    return move_plan(plan, runs_dir / run)
 
 
-def _plan_ranks(
-    job: JobSpec, request: Request, placed: Placed, program: Program, run: str
-) -> tuple[Gang, dict[str, Any], tuple[str, ...]]:
-    """Plan the gang; return it, the spec as its ranks get it, and notes on where they run."""
-    placement, spawns = with_one_process_each(job, placed.placement)
-    entry = plan_entry(program, job, run_dir=request.runs_dir / run, working_dir=request.working_dir, spawns=spawns)
-    spec = filled_in(job)
-    if request.trial:
-        entry, spec = plan_trial_entry(request.trial, entry, spec, on_cpu=placement.on_cpu)
-    gang = plan_gang(job, placement, entry, run=run, token=secrets.token_hex(16))
-    if placed.slurm:  # the allocation's end is the limit
-        gang = dataclasses.replace(gang, time_limit_s=None)
-    elif not placed.ssh:
-        gang = dataclasses.replace(gang, master_addr=MASTER_ADDR)
-    return gang, spec, placement.notes
+def _seconds(duration: Duration | None) -> float | None:
+    return float(duration.seconds) if duration else None
 
 
-def plan_gang(job: JobSpec, placement: Placement, entry: Entry, *, run: str, token: str) -> Gang:
-    """Plan the gang of a run; its launcher finds the address of the head at the start."""
-    time_limit_s = float(job.resources.time.seconds) if job.resources.time else None
-    return Gang(
-        run=run,
-        token=token,
-        nodes=placement.nodes,
-        entry=entry,
-        threads_per_rank=placement.threads_per_rank,
-        backend=placement.backend,
-        on_cpu=placement.on_cpu,
-        master_addr="",
-        master_port=None if job.network.master_port == "auto" else job.network.master_port,
-        interface=placement.interface,
-        env=dict(job.env),
-        restarts=job.restarts,
-        hang=job.hang,
-        hang_after_s=float(job.hang_after.seconds) if job.hang_after else None,
-        notify=notify_of(job),
-        time_limit_s=time_limit_s,
-        **timeouts_of(job, len(placement.nodes)),
-    )
+def _timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
+    """Return the timeouts of a gang, by the names of its fields."""
+    network, stop = job.network, job.stop
+    limit_s = _seconds(job.resources.time)
+    lead_s = min(_STOP_S, limit_s / 3) if limit_s else _STOP_LEAD_S
+    start_s = (_START_ON_SLURM_S if job.launcher == "slurm" else _START_S) + _START_S_PER_NODE * num_nodes
+    host_silence_s = _seconds(network.host_silence) or HOST_SILENCE_S
+    return {
+        "start_timeout_s": _seconds(network.start_timeout) or start_s,
+        "host_silence_s": host_silence_s,
+        "heartbeat_timeout_s": max(_seconds(network.heartbeat_timeout) or HEARTBEAT_TIMEOUT_S, host_silence_s),
+        "stop_lead_s": _seconds(stop.lead) or lead_s,
+        "stop_grace_s": _seconds(stop.grace) or _STOP_S,
+    }
+
+
+def _notify_of(job: JobSpec) -> Notify | None:
+    """Return the messages that clusterddp sends itself; on Slurm sbatch's options send the mail."""
+    spec = job.notify
+    if spec is None:
+        return None
+    mail = None if job.launcher == "slurm" else spec.mail
+    # The path of the command is absolute already.
+    notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook, mail=mail)
+    return notify if notify.channels else None
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
@@ -269,10 +298,7 @@ def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None =
     spec = plan.spec if home is None else spec_at_home(plan.spec, home)
     there = dataclasses.replace(plan, run=run, runs_dir=run_dir.parent, spec=spec, gang=gang, slurm=slurm, ssh=ssh)
     return dataclasses.replace(
-        there,
-        rank0=rank0_variables(gang, there.dir_on_hosts, slurm, ssh),
-        files=files_written(RunDir(run_dir), with_code=plan.snapshot is not None, with_job=slurm is not None),
-        commands=commands_started(gang, run_dir, slurm, ssh, there.dir_on_hosts),
+        there, rank0=_rank0_variables(there), files=_files_written(there), commands=_commands_started(there)
     )
 
 
@@ -280,3 +306,142 @@ def plan_on_hosts(plan: Plan) -> Plan:
     """Return the plan of a run over SSH with its paths on the hosts, to be shown to the user."""
     gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
     return dataclasses.replace(plan, gang=gang)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# 64 words each: short, plain, distinct in their first letters.
+ADJECTIVES = _words(
+    "agile amber ample ashen balmy blithe bold brave brisk bright calm candid clever cosmic crisp curly "
+    "dapper daring deft dewy eager early fabled fair fancy fleet fond frank gentle giddy glad golden "
+    "hardy hazel honest humble jolly keen kind lively lucid lunar mellow merry mild misty nimble noble "
+    "plucky polar proud quick quiet rapid rosy rustic silver snug solar spry steady sunny swift tidy"
+)
+ANIMALS = _words(
+    "adder badger bear beaver bison bobcat camel caribou civet condor coyote crane curlew dingo dolphin eagle "
+    "egret falcon ferret finch fox gazelle gecko gibbon goose grouse hare heron hornet ibex ibis iguana "
+    "jackal jaguar kestrel koala lark lemur llama lynx magpie marmot marten mink moose newt ocelot orca "
+    "osprey otter owl panda pelican puffin quail raven robin salmon seal stoat swan tapir walrus wombat"
+)
+
+
+def choose_run_name(
+    runs_dir: Path, *, adjectives: tuple[str, ...] = ADJECTIVES, animals: tuple[str, ...] = ANIMALS
+) -> str:
+    """Choose a name that is free in `runs_dir`; another submit may still take it before it is used."""
+    try:
+        taken = set(os.listdir(runs_dir))
+    except OSError:
+        taken = set()
+    while True:
+        name = f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{secrets.randbelow(99) + 1}"
+        if name not in taken:
+            return name
+
+
+_OF_THE_ENTRY = "the entry: how it is started"
+"""The origin of variables that the start-up of a rank sets for its entry."""
+_PORT = "a free port, chosen at the start"
+
+
+def _rank0_variables(plan: Plan) -> dict[str, dict[str, str]]:
+    """Compute the variables of rank 0, each with its origin."""
+    gang, slurm, ssh = plan.gang, plan.slurm, plan.ssh
+    if not gang.master_addr:
+        head = ssh.hosts[0].host if ssh else "the first node"
+        gang = dataclasses.replace(gang, master_addr=f"{head}'s address, found at the start")
+    variables = gang.variables_of(0, run_dir=plan.dir_on_hosts, attempt=0, master_port=gang.master_port or _PORT)
+    shown = {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
+    changes = gang.entry.environment({name: variable.value for name, variable in variables.items()})
+    for name, value in changes.items():
+        if value is None:
+            shown.pop(name, None)
+        elif name not in shown or shown[name]["value"] != value:
+            shown[name] = {"value": value, "origin": _OF_THE_ENTRY}
+    if "CUDA_VISIBLE_DEVICES" in gang.env:
+        return shown
+    if slurm and not gang.on_cpu:
+        shown["CUDA_VISIBLE_DEVICES"] = {"value": "the GPUs that Slurm gives", "origin": "Slurm"}
+    if ssh and ssh.hosts[0].gpus and not gang.nodes[0].gpus:
+        value = f"{ssh.hosts[0].gpus} of {ssh.hosts[0].host}'s, leased at the start"
+        shown["CUDA_VISIBLE_DEVICES"] = {"value": value, "origin": "the GPUs of the node"}
+    return shown
+
+
+def _files_written(plan: Plan) -> tuple[str, ...]:
+    """List the paths that the submit writes on this machine."""
+    run = RunDir(plan.run_dir)
+    paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if plan.snapshot else [])]
+    paths += [run.attempt(0).path, run.checkpoints, run.tensorboard, run.launcher_dir]
+    if plan.slurm:
+        paths += [run.launcher_dir / SCRIPT, run.job_environment, run.job_secrets]
+    return tuple(str(path) for path in paths)
+
+
+def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str, ...]:
+    """List the paths that the submit writes on every host, besides the files of `ssh.send`."""
+    kept = [f"{ssh.root}/packages/<sha256 of this package>", run_dir]
+    code = [f"{ssh.root}/code/<sha256 of the code>"] if with_code else []
+    return (*kept, *code)
+
+
+def _commands_started(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """List the argv of all processes, in the order of their start: the launcher, supervisors, a rank."""
+    if plan.ssh:
+        from clusterddp.remote.session import constant_command
+
+        pythons = [node.python_words for node in plan.ssh.hosts]
+        supervisors = [(python, *SUPERVISOR_COMMAND[1:]) for python in pythons]
+        return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(plan.dir_on_hosts))[1:]))
+    started = (*[SUPERVISOR_COMMAND for _ in plan.gang.nodes], rank_command(plan.run_dir))
+    if plan.slurm:
+        script = str(RunDir(plan.run_dir).launcher_dir / SCRIPT)
+        return ((*plan.slurm.sbatch, script, *plan.slurm.arguments), (*plan.slurm.srun, "0"), *started)
+    return (launcher_command(plan.run_dir, 0), *started)
+
+
+_FIXED = (
+    *("launcher", "name", "snapshot", "entry.script", "entry.module", "entry.function", "entry.command"),
+    *(f"train.{key}" for key in DEFINING),
+)
+"""Keys that make it this run; with another value of one it would be another run."""
+
+
+def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Return the plan of the same run with other values; its code stays the snapshot of the first submit.
+
+    `spec`: the run's own, as it was resolved.
+    Raises: SpecError: an override is wrong. UsageError: the run cannot go on with it. PreflightError: the machines do
+    not fit.
+    """
+    from clusterddp.spec.load import flatten, load_spec
+
+    resolved = load_spec(spec, overrides, environ=environ, whole=True)
+    request = Request(runs_dir=plan.runs_dir, working_dir=plan.working_dir, environ=environ, parent=plan.parent)
+    other = plan_run(resolved, request)
+    now, then = flatten(other.spec), flatten(plan.spec)
+    fixed = [key for key in _FIXED if now.get(key) != then.get(key)]
+    if fixed:
+        raise UsageError(
+            f"{plan.run}: resume goes on with the same {fixed[0]}, {then.get(fixed[0])}, not {now.get(fixed[0])}",
+            hint=f"clusterddp submit {plan.run} {' '.join(overrides)} starts another run",
+        )
+    if plan.ssh and other.ssh and plan.ssh.hosts[0].host != other.ssh.hosts[0].host:
+        host = plan.ssh.hosts[0].host
+        raise UsageError(
+            f"{plan.run}: its checkpoints are on {host}, which has to stay the first of the hosts",
+            hint=f"name {host} first, or submit a new run",
+        )
+    # The place of the code stays, even where today a submit would run it in its own place.
+    first = plan.gang.entry
+    entry = dataclasses.replace(
+        other.gang.entry,
+        target=first.target,
+        working_dir=first.working_dir,
+        import_paths=first.import_paths,
+        code_dir=first.code_dir,
+    )
+    gang = dataclasses.replace(other.gang, token=plan.token, entry=entry)
+    return move_plan(dataclasses.replace(other, token=plan.token, gang=gang, snapshot=plan.snapshot), plan.run_dir)

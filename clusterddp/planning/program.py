@@ -1,12 +1,17 @@
-"""The program of a run: the target of the spec's entry, its file, and the code that the run copies."""
+"""What the ranks of a run execute: the program, its files and values, and the code that the run copies."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
+
+import platformdirs
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.code import (
@@ -16,12 +21,20 @@ from clusterddp.run.code import (
     plan_script_snapshot,
     plan_snapshot,
 )
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_runs
+from clusterddp.run.gang import Entry
+from clusterddp.run.outcome import read_end
+from clusterddp.spec.image_sets import GENERATED
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
     from clusterddp.spec.model import JobSpec
 
+
 TRAINER = "clusterddp.train.main"
+_Kind = Literal["module", "script", "function", "command"]
 _SCRIPT_LIMITS = f"{MAX_SCRIPT_FILES:,} files and {MAX_SCRIPT_BYTES / 1e6:.0f} MB"
 _SHOWN = 5
 """How many names a note lists."""
@@ -31,7 +44,7 @@ _SHOWN = 5
 class Program:
     """What the ranks execute, with paths at the submit; `plan_entry` returns the paths in the run."""
 
-    kind: Literal["module", "script", "function", "command"]
+    kind: _Kind
     target: str
     words: tuple[str, ...] = ()
     file: Path | None = None
@@ -66,7 +79,7 @@ def plan_program(
     if job.entry is None:
         snapshot, notes = _trainer_snapshot(job, working_dir, runs_dir, environ)
         return Program(kind="module", target=TRAINER, import_paths=(), snapshot=snapshot, notes=notes)
-    kind, target, words = what_runs(job.entry)
+    kind, target, words = _what_runs(job.entry)
     if job.launcher == "ssh" and not job.snapshot:
         return _program_on_hosts(kind, target, words, working_dir)
     file = _find_file(kind, target, working_dir)
@@ -80,22 +93,28 @@ def plan_program(
         )
     if kind == "command" and file and snapshot and not _holds(snapshot, file):
         file = None  # git ignores the file, so it runs in place
+    if kind == "command" and snapshot:
+        notes = (
+            *notes,
+            f"the command works in {working_dir} and reads files there when it runs; "
+            "{code_dir} is the same directory in the copy of the code",
+        )
     # Python puts the script's directory first, and for a module the working directory; PYTHONPATH follows.
     others = [Path(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     followers = [str((working_dir / path).resolve()) for path in others]
     inside = [path for path in followers if snapshot and Path(path).is_relative_to(snapshot.root)]
     return Program(
         kind=kind,
-        target=with_file(kind, target, file),
+        target=_with_file(kind, target, file),
         words=words,
         file=file,
         import_paths=tuple(dict.fromkeys([*([] if kind == "command" else [str(home)]), *inside])),
         snapshot=snapshot,
-        notes=(*notes, *_command_notes(job.entry, snapshot, working_dir)),
+        notes=notes,
     )
 
 
-def what_runs(entry: EntrySpec) -> tuple[Literal["module", "script", "function", "command"], str, tuple[str, ...]]:
+def _what_runs(entry: EntrySpec) -> tuple[_Kind, str, tuple[str, ...]]:
     """Return the kind of an entry, its target, and, for a command, the words after its program."""
     if entry.script is not None:
         return "script", entry.script, ()
@@ -103,12 +122,9 @@ def what_runs(entry: EntrySpec) -> tuple[Literal["module", "script", "function",
         return "module", entry.module, ()
     if entry.function is not None:
         return "function", entry.function, ()
-    assert entry.command is not None
     if entry.shell:
         return "command", str(entry.command), ()
-    from clusterddp.spec.entry_section import command_words
-
-    program, *words = command_words(entry)
+    program, *words = entry.command_words
     return "command", program, tuple(words)
 
 
@@ -135,16 +151,14 @@ def _holds(snapshot: SnapshotPlan, file: Path) -> bool:
     return os.path.relpath(file, snapshot.root) in snapshot.files
 
 
-def _program_on_hosts(
-    kind: Literal["module", "script", "function", "command"], target: str, words: tuple[str, ...], working_dir: Path
-) -> Program:
+def _program_on_hosts(kind: _Kind, target: str, words: tuple[str, ...], working_dir: Path) -> Program:
     """Plan a program whose code is on the hosts at the paths of the spec; this machine cannot check them."""
     named = _file_named(kind, target)
     file = Path(named if named.startswith("~/") else working_dir / named) if named else None
     home = str(file.parent if file else working_dir)
     return Program(
         kind=kind,
-        target=target if kind == "command" else with_file(kind, target, file),
+        target=target if kind == "command" else _with_file(kind, target, file),
         words=words,
         file=None if kind == "command" else file,
         import_paths=() if kind == "command" else (home,),
@@ -163,7 +177,7 @@ def _file_named(kind: str, target: str) -> str | None:
     return target if kind == "command" and os.sep in target and len(target.split()) == 1 else None
 
 
-def with_file(kind: str, target: str, file: Path | str | None) -> str:
+def _with_file(kind: str, target: str, file: Path | str | None) -> str:
     """Return the target with the path of its file replaced."""
     if file is None:
         return target
@@ -190,15 +204,6 @@ def _find_file(kind: str, target: str, working_dir: Path) -> Path | None:
     )
 
 
-def _command_notes(entry: EntrySpec, snapshot: SnapshotPlan | None, working_dir: Path) -> tuple[str, ...]:
-    if entry.command is None or snapshot is None:
-        return ()
-    return (
-        f"the command works in {working_dir} and reads files there when it runs; "
-        "{code_dir} is the same directory in the copy of the code",
-    )
-
-
 def _code_snapshot(
     job: JobSpec, home: Path, file: Path | None, *, runs_dir: Path, environ: Mapping[str, str], uploads: bool
 ) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
@@ -209,22 +214,17 @@ def _code_snapshot(
         # The file is in no repository, or git ignores it.
         snapshot = plan_script_snapshot(file, runs_dir=runs_dir)
         if snapshot.left_out and not uploads:
-            return None, (_in_place_note(snapshot),)
+            num_files = snapshot.left_out.files + len(snapshot.files)
+            found = replace(snapshot.left_out, files=num_files, bytes=snapshot.left_out.bytes + snapshot.total_bytes)
+            return None, (
+                f"{snapshot.root} is in no git repository and holds {found}, where a snapshot takes {_SCRIPT_LIMITS}: "
+                "the script runs where it lies, and ranks that start after an edit run the new code; for a snapshot "
+                "run git init there with the data in .gitignore, or move the script to a directory of its own",
+            )
     if snapshot is None:
         what = "command" if job.entry and job.entry.command else "module"
         return None, (f"{home} is in no git repository: no snapshot of the code, the {what} runs in place",)
     return snapshot, (*snapshot.notes, *absent_notes(snapshot, uploads=uploads))
-
-
-def _in_place_note(snapshot: SnapshotPlan) -> str:
-    assert snapshot.left_out is not None
-    num_files = snapshot.left_out.files + len(snapshot.files)
-    found = replace(snapshot.left_out, files=num_files, bytes=snapshot.left_out.bytes + snapshot.total_bytes)
-    return (
-        f"{snapshot.root} is in no git repository and holds {found}, where a snapshot takes {_SCRIPT_LIMITS}: the "
-        "script runs where it lies, and ranks that start after an edit run the new code; for a snapshot run git init "
-        "there with the data in .gitignore, or move the script to a directory of its own"
-    )
 
 
 def absent_notes(snapshot: SnapshotPlan, *, uploads: bool) -> Iterator[str]:
@@ -261,3 +261,217 @@ def _trainer_snapshot(
     except ClusterddpError as error:
         return None, (f"no snapshot of the code: {error.message}",)
     return snapshot, snapshot.notes if snapshot else ()
+
+
+Trial = Literal["smoke test", "deep check", "hang"]
+"""What the ranks of a run may execute in place of its entry."""
+_TRIALS: dict[Trial, tuple[str, tuple[str, ...]]] = {
+    "smoke test": ("clusterddp.train.smoke_test", ()),
+    "deep check": ("clusterddp.train.deep_check", ()),
+    "hang": ("clusterddp.train.deep_check", ("hang",)),
+}
+_SMOKE_BATCH = 8
+"""Images per rank on the CPU: a smoke test there proves that a step works and measures no speed."""
+
+
+def plan_entry(
+    program: Program, job: JobSpec, *, run_dir: Path, working_dir: Path, spawns: tuple[int, ...] = ()
+) -> Entry:
+    """Plan how the ranks of one run execute the program; files that the snapshot holds are taken from it.
+
+    Over SSH the hosts have nothing but the snapshot, so the ranks work in it. `spawns`: how many ranks the program
+    itself starts on each node; empty if it starts none.
+    """
+    if job.entry is None:
+        # Python imports from the working directory first, so a `random.py` of the user's would hide Python's own. The
+        # trainer needs no file of the user's: it works in a directory without code.
+        return Entry(
+            kind=program.kind,
+            target=program.target,
+            working_dir=str(RunDir(run_dir).launcher_dir),
+            stop_aware=True,
+            init="env" if job.network.init == "auto" else job.network.init,
+        )
+    odd = next((char for char in str(run_dir) if char in "?#"), None)
+    if job.network.init == "file" and odd:
+        raise UsageError(
+            f"network.init file: {run_dir} has {odd!r}, which ends a path in a file:// address",
+            hint="use another directory with --runs DIR or CLUSTERDDP_RUNS; or network.init=tcp",
+        )
+    code = RunDir(run_dir).code
+    snapshot, code_dir = program.snapshot, working_dir
+    if snapshot:
+        within = os.path.relpath(working_dir.resolve(), snapshot.root)
+        has_files = any(name.startswith(f"{within}/") for name in snapshot.files)
+        code_dir = code / within if has_files else code
+
+    def path_in_run(path: str) -> str:
+        inside = snapshot is not None and Path(path).is_relative_to(snapshot.root)
+        return str(code / Path(path).relative_to(snapshot.root)) if snapshot and inside else path
+
+    return Entry(
+        kind=program.kind,
+        target=_with_file(program.kind, program.target, path_in_run(str(program.file)) if program.file else None),
+        words=program.words,
+        args=tuple(job.entry.args),
+        kwargs=dict(job.entry.kwargs),
+        shell=job.entry.shell,
+        working_dir=str(code_dir if job.launcher == "ssh" else working_dir),
+        import_paths=tuple(map(path_in_run, program.import_paths)),
+        init="tcp" if job.network.init == "auto" else job.network.init,
+        spawns=spawns,
+        counts=job.entry.counts,
+        local_rank_arg=job.entry.local_rank_arg,
+        fork=job.entry.fork,
+        stop_signal=job.entry.stop_signal,
+        data_dir=job.entry.data_dir,
+        output_dir=job.entry.output_dir or str(RunDir(run_dir).output),
+        code_dir=str(code_dir),
+    )
+
+
+def plan_trial_entry(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
+    """Return the entry of a trial, which replaces `entry`, and the spec for its ranks."""
+    program = None if spec["train"] else {"kind": entry.kind, "target": entry.target, "shell": entry.shell}
+    target, args = _TRIALS[trial]
+    tried = dataclasses.replace(
+        entry,
+        kind="module",
+        target=target,
+        words=(),
+        args=args,
+        kwargs={},
+        shell=False,
+        stop_aware=False,
+        spawns=(),
+        counts="processes",
+        local_rank_arg=False,
+        smoke_test=program,
+        stop_signal="none",
+    )
+    if spec["train"] and trial == "smoke test":
+        batch = min(_SMOKE_BATCH, spec["train"]["batch_size"]) if on_cpu else spec["train"]["batch_size"]
+        once = {"max_steps": 1, "accumulate": 1, "batch_size": batch, "compile": "never"}
+        if on_cpu and spec["train"]["precision"] == "auto":
+            once["precision"] = "fp32"
+        spec = spec | {"train": spec["train"] | once}
+    return tried, spec
+
+
+def move_entry(entry: Entry, moved: Callable[[str], str]) -> Entry:
+    """Return the entry of a run whose directory has moved; `moved` returns the new path of a file."""
+    return dataclasses.replace(
+        entry,
+        target=entry.target if entry.shell else moved(entry.target),
+        working_dir=moved(entry.working_dir),
+        import_paths=tuple(moved(path) for path in entry.import_paths),
+        data_dir=moved(entry.data_dir) if entry.data_dir else entry.data_dir,
+        output_dir=moved(entry.output_dir) if entry.output_dir else entry.output_dir,
+        code_dir=moved(entry.code_dir) if entry.code_dir else entry.code_dir,
+    )
+
+
+def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
+    """Make local paths absolute, because ranks and `submit RUN` read the spec elsewhere; paths on hosts stay."""
+    if job.notify and job.notify.command:
+        command = job.notify.argv(working_dir)
+        job = job.model_copy(update={"notify": job.notify.model_copy(update={"command": command})})
+    if job.ssh.send:
+        send = {str(working_dir / Path(source).expanduser()): target for source, target in job.ssh.send.items()}
+        job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"send": send})})
+    if job.launcher == "ssh" and not (job.snapshot and job.entry):
+        return job
+    if job.train and job.train.data_dir:
+        data_dir = str(working_dir / Path(job.train.data_dir).expanduser())
+        return job.model_copy(update={"train": dataclasses.replace(job.train, data_dir=data_dir)})
+    if job.entry:
+        # Over SSH the paths of its data and results are on the hosts.
+        here = ("script",) if job.launcher == "ssh" else ("script", "data_dir", "output_dir")
+        named = {name: getattr(job.entry, name) for name in here if getattr(job.entry, name)}
+        paths = {name: str(working_dir / Path(path).expanduser()) for name, path in named.items()}
+        file, _, function = (job.entry.function or "").rpartition(":")
+        if file.endswith(".py"):
+            paths["function"] = f"{working_dir / Path(file).expanduser()}:{function}"
+        return job.model_copy(update={"entry": job.entry.model_copy(update=paths)})
+    return job
+
+
+def filled_in(job: JobSpec) -> dict[str, Any]:
+    """Return the spec as JSON with every default filled in, for the ranks."""
+    data: dict[str, Any] = job.model_dump(mode="json")
+    if data["train"] is not None and data["train"]["data_dir"] is None:
+        here = str(platformdirs.user_cache_path("clusterddp") / "datasets")
+        data["train"]["data_dir"] = f"{job.ssh.dir}/datasets" if job.launcher == "ssh" else here
+    return data
+
+
+def directories_used(filled: dict[str, Any], working_dir: Path) -> tuple[str, ...]:
+    """Return the directories that a spec uses, which a container has to mount; `filled`: from `filled_in`."""
+    section = filled["train"] or filled["entry"] or {}
+    data_dir = None if section.get("dataset") in GENERATED else section.get("data_dir")
+    named = (data_dir, section.get("output_dir"))
+    return tuple(dict.fromkeys([str(working_dir), *(path for path in named if path)]))
+
+
+_OPTION = re.compile(
+    r"o|out|output|outputs|save|save_to|ckpt|results|"
+    r"(out|outputs?|save|ckpts?|checkpoints?|logs?|results?|work|exp|default_root)_?(dir|path|file|folder)"
+)
+"""Names of options by which programs take the place of their results, with `_` for `-`."""
+_NO_PATH = re.compile(r"|[-+.\d]+(e[-+]?\d+)?|true|false|yes|no|on|off|none|null", re.IGNORECASE)
+_MOST_RUNS = 200
+"""How many of the newest runs are compared."""
+
+
+def relative_outputs(entry: Mapping[str, Any]) -> tuple[str, ...]:
+    """List the relative paths that the entry of a plan passes for its results, guessed by the names of options."""
+    named = [*_pairs([str(word) for word in (*entry["words"], *entry["args"])]), *entry["kwargs"].items()]
+    return tuple(
+        dict.fromkeys(
+            os.path.normpath(value)
+            for name, value in named
+            if isinstance(value, str) and _OPTION.fullmatch(name.replace("-", "_").lower()) and _is_relative(value)
+        )
+    )
+
+
+def notes_on_outputs(entry: Entry, working_dir: Path, runs_dir: Path, *, in_copies: bool) -> Iterator[str]:
+    """Write which results runs overwrite; `in_copies`: the ranks work in copies of the code on other hosts."""
+    for path in relative_outputs(asdict(entry)):
+        if in_copies:
+            yield f"{path} is relative: it lies in each host's copy of the code; {{output_dir}} is copied back"
+            continue
+        place = working_dir / path
+        if writer := _writer_of(path, working_dir, runs_dir):
+            yield f"{place}: {writer}, which has not ended, writes there, too; {{output_dir}} is the run's own"
+        else:
+            yield f"{place}: other runs with this argument overwrite it; {{output_dir}} is the run's own"
+
+
+def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield the options with their values: `--out x`, `--out=x`, `-o x` and hydra's `out=x`."""
+    for word, following in itertools.pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        if equals:
+            yield name.lstrip("-").rpartition(".")[2], value
+        elif word.startswith("--") or word == "-o":
+            yield name.lstrip("-").rpartition(".")[2], following
+
+
+def _is_relative(value: str) -> bool:
+    return not value.startswith(("/", "~", "$", "{", "-")) and "://" not in value and not _NO_PATH.fullmatch(value)
+
+
+def _writer_of(path: str, working_dir: Path, runs_dir: Path) -> str | None:
+    """Find a run that has not ended, works in the same directory and passes the same path."""
+    for run in reversed(list_runs(runs_dir)[-_MOST_RUNS:]):
+        try:
+            plan = read_json(run.plan)
+            if read_end(run.newest_attempt()) is not None or not isinstance(plan, dict) or plan.get("ssh"):
+                continue
+            entry = {"words": (), "kwargs": {}} | plan["gang"]["entry"]
+            if entry["working_dir"] == str(working_dir) and path in relative_outputs(entry):
+                return run.name
+        except (ClusterddpError, OSError, KeyError, TypeError):
+            continue  # it is being made or removed, or has no valid plan
+    return None

@@ -166,6 +166,11 @@ class EntrySpec(Section):
             return "machines" if self.owns_ranks else "processes"
         return self.world_size
 
+    @property
+    def command_words(self) -> tuple[str, ...]:
+        """The words of a command that is started without a shell."""
+        return tuple(shlex.split(self.command)) if isinstance(self.command, str) else self.command or ()
+
     @model_validator(mode="before")
     @classmethod
     def _type_what_a_function_takes(cls, data: Any) -> Any:
@@ -200,11 +205,6 @@ def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
     yield from _local_rank_conflicts(entry)
     for key, text in _texts(entry):
         yield from _placeholder_conflicts(entry, key, text)
-
-
-def command_words(entry: EntrySpec) -> tuple[str, ...]:
-    """Return the words of a command that is started without a shell."""
-    return tuple(shlex.split(entry.command)) if isinstance(entry.command, str) else tuple(entry.command or ())
 
 
 def _shell_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
@@ -264,7 +264,7 @@ def _texts(entry: EntrySpec) -> Iterator[tuple[str, str]]:
     """Yield the texts that may have placeholders, with their keys."""
     if entry.command is not None and not entry.shell:
         listed = not isinstance(entry.command, str)
-        for index, word in enumerate(command_words(entry)):
+        for index, word in enumerate(entry.command_words):
             yield f"entry.command.{index}" if listed else "entry.command", word
     for index, argument in enumerate(entry.args):
         yield from ((f"entry.args.{index}", text) for text in _within(argument))

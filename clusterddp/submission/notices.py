@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.planning.environment import process_environment
+from clusterddp.planning.processes import process_environment
 from clusterddp.planning.seal import is_granted
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.results.sync import NO_HOSTS, Synchroniser

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NoReturn
 from clusterddp.errors import ClusterddpError, SlurmError, SpecError, UsageError
 from clusterddp.launchers.registry import launcher_named, starter_named
 from clusterddp.launchers.state import read_state
-from clusterddp.planning.local import GpusInUseError
+from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
@@ -220,7 +220,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str]
     """
     plan = changed = read_plan(run)
     if overrides:
-        from clusterddp.planning.again import plan_changed
+        from clusterddp.planning.plan import plan_changed
 
         changed = plan_changed(plan, run.spec, overrides, environ)
     starter = starter_named(plan.launcher, environ, run=run.name)

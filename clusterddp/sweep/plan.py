@@ -17,12 +17,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import UsageError
-from clusterddp.planning.command_lines import queue_command
-from clusterddp.planning.job_values import directories_used, filled_in, spec_text, with_absolute_paths
-from clusterddp.planning.names import choose_run_name
 from clusterddp.planning.placement import Request
-from clusterddp.planning.plan import Plan, move_plan, plan_run
-from clusterddp.planning.program import choose_snapshot
+from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_run
+from clusterddp.planning.processes import queue_command
+from clusterddp.planning.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
 from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, sbatch_argv
 from clusterddp.run.code import CodeCopy, is_too_much, plan_copy, replace_link, store_of, write_snapshot
 from clusterddp.run.directory import RunDir
@@ -195,6 +193,8 @@ def _beside_others(plan: Plan, throttle: int | None) -> Plan:
 
 def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: str) -> Plan:
     """Return the plan of another run of a sweep: the same job, with other values of train, env and entry.args."""
+    from clusterddp.spec.load import resolved_yaml
+
     job = with_absolute_paths(resolved.job, plan.working_dir)
     entry = plan.gang.entry
     if job.entry:
@@ -207,9 +207,9 @@ def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: st
         plan,
         token=token,
         spec=filled,
-        spec_text=spec_text(job),
+        spec_text=resolved_yaml(job),
         gang=gang,
-        changes=tuple(dataclasses.asdict(change) for change in resolved.changes()),
+        changes=tuple(map(dataclasses.asdict, resolved.changes())),
         slurm=slurm,
     )
     return move_plan(other, run_dir)

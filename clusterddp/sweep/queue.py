@@ -25,11 +25,10 @@ from types import FrameType
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.launchers.state import read_state
-from clusterddp.planning.command_lines import queue_command
-from clusterddp.planning.environment import process_environment
-from clusterddp.planning.local import GpusInUseError
+from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
+from clusterddp.planning.processes import process_environment, queue_command
 from clusterddp.ranks.environment import COOKIE, inherited_environment
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Report, end_queued, end_run, final_end, no_report

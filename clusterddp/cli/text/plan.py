@@ -140,7 +140,7 @@ def ssh_table(plan: Plan) -> list[str]:
 
 def ssh_lines(plan: Plan) -> list[str]:
     """Write which files are made and which commands run on the hosts."""
-    from clusterddp.planning.details import files_on_hosts
+    from clusterddp.planning.plan import files_on_hosts
 
     assert plan.ssh is not None
     names = [node.host for node in plan.ssh.hosts]

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.local.task import BEGUN, GPUS_TAKEN
-from clusterddp.planning.command_lines import EXEC_MODULE, launcher_command
-from clusterddp.planning.environment import process_environment
-from clusterddp.planning.local import GpusInUseError, assign_gpus, place_here
+from clusterddp.planning.placement import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import move_plan, plan_json, read_plan
+from clusterddp.planning.processes import EXEC_MODULE, launcher_command, process_environment
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising

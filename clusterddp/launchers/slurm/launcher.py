@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
 from clusterddp.launchers.slurm.jobs import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
 from clusterddp.launchers.slurm.state import read_job_state
-from clusterddp.planning.command_lines import EXEC_MODULE
-from clusterddp.planning.environment import python_path, travelling_variables
 from clusterddp.planning.plan import Plan, move_plan, read_plan
+from clusterddp.planning.processes import EXEC_MODULE, python_path, travelling_variables
 from clusterddp.planning.program import TRAINER
 from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.planning.slurm.container import IMPORT_PATH

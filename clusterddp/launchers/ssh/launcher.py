@@ -19,9 +19,9 @@ from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.launchers.ssh.network import settle_network
-from clusterddp.planning.command_lines import EXEC_MODULE
-from clusterddp.planning.local import GpusInUseError
+from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.planning.program import TRAINER
 from clusterddp.planning.ssh.plan import directory_name
 from clusterddp.remote.session import Reply, Session, ssh_argv

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from clusterddp.planning.environment import process_environment, travelling_variables
+from clusterddp.planning.processes import process_environment, travelling_variables
 from clusterddp.planning.slurm.container import container_flags, container_words
 from clusterddp.planning.slurm.options import JobOptions, Options, option_argv
 from clusterddp.run.directory import RunDir

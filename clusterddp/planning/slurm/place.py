@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.planning.job_values import directories_used, filled_in
-from clusterddp.planning.placement import Placed, Placement, Request
+from clusterddp.planning.placement import Placement, Request
 from clusterddp.planning.prerequisites import data_notes, storage_notes
+from clusterddp.planning.program import directories_used, filled_in
 from clusterddp.planning.slurm.after import find_dependency
 from clusterddp.planning.slurm.job import plan_slurm
 from clusterddp.planning.slurm.options import choose_options
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
 
 
-def place(job: JobSpec, request: Request) -> Placed:
+def place(job: JobSpec, request: Request) -> Placement:
     """Place the ranks on nodes and plan the job.
 
     Raises: UsageError, PreflightError: Slurm could not run the job, or not from this directory.
@@ -42,7 +42,7 @@ def place(job: JobSpec, request: Request) -> Placed:
         mounts=directories_used(filled_in(job), request.working_dir),
         environ=request.environ,
     )
-    return Placed(placement=dataclasses.replace(placement, notes=notes), slurm=slurm)
+    return dataclasses.replace(placement, notes=notes, slurm=slurm)
 
 
 def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.planning.placement import Placed, Placement, Request
+from clusterddp.planning.placement import Placement, Request
 from clusterddp.run.gang import Node
 from clusterddp.wire import build
 
@@ -130,7 +130,7 @@ def directory_name(run: str, token: str) -> str:
     return f"{run}.{token[:8]}"
 
 
-def place(job: JobSpec, request: Request) -> Placed:
+def place(job: JobSpec, request: Request) -> Placement:
     """Distribute the ranks over the hosts of the spec.
 
     Raises: PreflightError: see `plan_ssh_placement`. UsageError: see `plan_ssh`.
@@ -139,7 +139,8 @@ def place(job: JobSpec, request: Request) -> Placed:
 
     shares = share_out(job)
     placement = plan_ssh_placement(job, shares, unused_hosts(job))
-    return Placed(placement=placement, ssh=dataclasses.replace(plan_ssh(job, shares), attached=request.attached))
+    ssh = dataclasses.replace(plan_ssh(job, shares), attached=request.attached)
+    return dataclasses.replace(placement, ssh=ssh)
 
 
 def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[str] = ()) -> Placement:

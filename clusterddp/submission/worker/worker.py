@@ -29,14 +29,11 @@ from clusterddp.launchers.state import read_state
 from clusterddp.network.interface import read_links
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.network.socket_links import names_in
-from clusterddp.planning.command_lines import rank_command
-from clusterddp.planning.environment import process_environment, python_path
-from clusterddp.planning.job_values import changes_of, spec_text, with_absolute_paths
-from clusterddp.planning.local import read_machine
-from clusterddp.planning.names import choose_run_name
-from clusterddp.planning.placement import Placed, Placement, Request
-from clusterddp.planning.plan import Plan, move_plan, plan_json, plan_run
+from clusterddp.planning.placement import Placement, Request, read_machine
+from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
 from clusterddp.planning.prerequisites import check_trainer
+from clusterddp.planning.processes import process_environment, python_path, rank_command
+from clusterddp.planning.program import with_absolute_paths
 from clusterddp.planning.ssh.plan import plan_ssh_placement
 from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
@@ -220,11 +217,12 @@ class Worker:
             working_dir=self.working_dir,
             environ=self.environ,
             run=run,
-            placed=Placed(placement=placement),
+            placed=placement,
         )
         plan = plan_run(dataclasses.replace(self.resolved, job=self.job), request)
         launcher = FOREIGN if self.seat.noun == "rank" else WORKER
-        return dataclasses.replace(plan, launcher=launcher, changes=changes_of(self.resolved))
+        changes = tuple(map(dataclasses.asdict, self.resolved.changes()))
+        return dataclasses.replace(plan, launcher=launcher, changes=changes)
 
     def _found(self, decided: Decided) -> RunDir | None:
         for name in (decided.run, f"{decided.run}.{decided.token[:8]}"):
@@ -403,12 +401,13 @@ class NodeWorker(Worker):
         Raises: UsageError, PreflightError, ClusterddpError: this machine cannot take part.
         """
         from clusterddp.spec.hosts import share_out, unused_hosts
+        from clusterddp.spec.load import resolved_yaml
 
         job, number = self.resolved.job, self.seat.number
         shares = share_out(job)
         plan = self._planned(choose_run_name(self.runs_dir), plan_ssh_placement(job, shares, unused_hosts(job)))
         here = with_absolute_paths(self.job, self.working_dir.absolute())
-        plan = dataclasses.replace(plan, spec_text=spec_text(here.model_copy(update={"launcher": job.launcher})))
+        plan = dataclasses.replace(plan, spec_text=resolved_yaml(here.model_copy(update={"launcher": job.launcher})))
         check_trainer(plan.gang, elsewhere=plan.elsewhere)
         self._earlier = self.find_earlier()
         if self._earlier:  # its leftover processes may hold the GPUs

@@ -131,7 +131,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_processes_of_a_run_find_a_package_that_is_not_installed(tmp_path: Path) -> None:
     code = (
-        "import sys; from clusterddp.planning.environment import process_environment;"
+        "import sys; from clusterddp.planning.processes import process_environment;"
         "sys.path = [path for path in sys.path if 'site-packages' not in path];"
         "print(process_environment('t.task', {'PYTHONPATH': 'x'})['PYTHONPATH'])"
     )

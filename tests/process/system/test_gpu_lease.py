@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import PreflightError
-from clusterddp.planning.local import read_machine
+from clusterddp.planning.placement import read_machine
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.planning.local import Machine, assign_gpus, plan_placement
-from clusterddp.planning.names import ADJECTIVES, ANIMALS, choose_run_name
-from clusterddp.planning.placement import Request
-from clusterddp.planning.plan import Plan, plan_run, rename_plan
+from clusterddp.planning.placement import Machine, Request, assign_gpus, plan_placement
+from clusterddp.planning.plan import ADJECTIVES, ANIMALS, Plan, choose_run_name, plan_run, rename_plan
 from clusterddp.run.gang import Gang
 from clusterddp.spec.load import load_spec
 from tests.support.handmade_runs import make_gang

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.planning.outputs import relative_outputs
+from clusterddp.planning.program import relative_outputs
 from clusterddp.submission.staging import make_run
 from tests.support.launch_runs import plan_script, plan_text
 
