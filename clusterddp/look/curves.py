@@ -6,9 +6,10 @@ written a row, or another user; a row of another form is passed over.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from bisect import bisect_left
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,12 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.look.progress import accuracy_of
 from clusterddp.system.files import open_regular
 
-_BLOCK_BYTES = 1 << 18
 _MAX_LINE_BYTES = 1 << 24
 _WHOLE_BYTES = 12 << 20
 """A file up to this size is read row by row."""
 _SAMPLED_ROWS = 10_000
-_MARKS = {b'"eval"': b"v", b"NaN": b"N", b"Infinity": b"I"}
-"""What marks a row that is read in any case, and the byte of it that other rows seldom have."""
+_MARKS = (b'"eval"', b"NaN", b"Infinity")
+"""What marks a row that is read in any case."""
 _NOT_FINITE = frozenset(["nan", "inf", "-inf"])
 """How a script's own rows have a number that is not finite."""
 _MAX_KEYS = 200
@@ -116,7 +116,6 @@ class Curves:
     """By key and kind."""
     read_rows: int = 0
     total_rows: int = 0
-    """An estimate where not all rows were read."""
     newest: dict[str, Any] = field(default_factory=dict)
     """Each key's newest value, whatever its type."""
     stragglers: list[tuple[float, int, float]] = field(default_factory=list)
@@ -136,8 +135,14 @@ class Curves:
         logged = (curve for (_, kind), curve in self.curves.items() if kind == "log" and curve.values)
         return {curve.key: curve.values[-1] for curve in logged}
 
-    def take(self, row: dict[str, Any]) -> None:
-        """Take the numbers of a row."""
+    def take(self, line: bytes) -> None:
+        """Take the numbers of a row; a line that is none is passed over."""
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            return
+        if type(row) is not dict:
+            return
         self.read_rows += 1
         kind = row.get("kind")
         kind = kind if isinstance(kind, str) else "log"
@@ -177,83 +182,23 @@ class Curves:
 def read_curves(path: Path) -> Curves:
     """Read the curves of a run; none where there is no file, or none that can be read."""
     curves = Curves()
-    try:
-        with open_regular(path) as file:
-            size = file.seek(0, 2)
-            file.seek(0)
-            every = size // _SAMPLED_ROWS if size > _WHOLE_BYTES else 0
-            sampled = sampled_bytes = 0
-            for line in _chosen_lines(_blocks(file), every):
-                row = _row(line)
-                if row is not None:
-                    curves.take(row)
-                    is_sample = row.get("kind") != "eval"
-                    sampled, sampled_bytes = sampled + is_sample, sampled_bytes + is_sample * (len(line) + 1)
-    except (OSError, ClusterddpError):
-        return curves
-    curves.total_rows = round(sampled * size / sampled_bytes) if every and sampled else curves.read_rows
+    with contextlib.suppress(OSError, ClusterddpError), open_regular(path) as file:
+        size = file.seek(0, os.SEEK_END)
+        file.seek(0)
+        distance = size // _SAMPLED_ROWS if size > _WHOLE_BYTES else 0
+        end, sample_at, num_lines, skipped = 0, 0, 0, b""
+        while (line := file.readline(_MAX_LINE_BYTES)).endswith(b"\n"):  # else it is being written, or far too long
+            begin, end, num_lines = end, end + len(line), num_lines + 1
+            if end > sample_at:
+                sample_at = begin + distance
+            elif not any(mark in line for mark in _MARKS):
+                skipped = line
+                continue
+            skipped = b""
+            curves.take(line)
+        curves.take(skipped)  # the last line
+        curves.total_rows = num_lines if distance else curves.read_rows
     return curves
-
-
-def _blocks(file: Any) -> Iterator[bytes]:
-    """Yield the file in blocks of whole lines; a line without its end, or far too long, is left out."""
-    while block := file.read(_BLOCK_BYTES):
-        if not block.endswith(b"\n"):
-            block += file.readline(_MAX_LINE_BYTES)
-        if not block.endswith(b"\n"):
-            block = block[: block.rfind(b"\n") + 1]
-        if block:
-            yield block
-
-
-def _chosen_lines(blocks: Iterator[bytes], every: int) -> Iterator[bytes]:
-    """Yield all lines, or with `every` a line every so many bytes, all that are marked and the last; each once."""
-    ahead = 0  # where the next sample is, from the beginning of the block on
-    last = b""
-    for block in blocks:
-        if not every:
-            yield from block.splitlines()
-            continue
-        finders = [_Finder(block, mark) for mark, byte in _MARKS.items() if byte in block]
-        end = 0
-        while end < len(block):
-            sample = max(ahead, end)
-            at = min([sample, *(finder.next_from(end) for finder in finders)])
-            if at >= len(block):
-                break
-            begin = block.rfind(b"\n", 0, at) + 1
-            if at == sample:
-                ahead = begin + every
-            end = block.index(b"\n", at) + 1
-            yield block[begin : end - 1]
-        ahead = max(ahead - len(block), 0)
-        last = block[block.rfind(b"\n", 0, -1) + 1 : -1] if every and end < len(block) else b""
-    if last:
-        yield last
-
-
-class _Finder:
-    """Where a mark occurs next in a block; the block is searched once."""
-
-    def __init__(self, block: bytes, mark: bytes) -> None:
-        self._block, self._mark = block, mark
-        self._at = -1
-
-    def next_from(self, position: int) -> int:
-        """Return the first occurrence at `position` or later; the block's length when there is none."""
-        if self._at < position:
-            found = self._block.find(self._mark, position)
-            self._at = len(self._block) if found < 0 else found
-        return self._at
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Parse a row; None for a line that is none. Only two levels of it are read, so its depth does not matter."""
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if type(row) is dict else None
 
 
 def _number(value: Any) -> float | None:

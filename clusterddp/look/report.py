@@ -25,17 +25,6 @@ _LOG_COLUMNS = 240
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Checkpoint:
-    """A checkpoint that is here, by its manifest."""
-
-    file: str
-    step: int | None
-    epoch: int | None
-    num_bytes: int | None
-    created: float | None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Results:
     """What a run came to; None where its rows and its summary do not say."""
 
@@ -87,8 +76,6 @@ class RunReport:
     background: Background
     uncommitted: tuple[FileDiff, ...]
     """The files of the snapshot that are not as in the commit; empty also where the repository is not here."""
-    checkpoints: tuple[Checkpoint, ...]
-    """Oldest first."""
     log: str
     """The log that the excerpt is from, relative to the run's directory; empty: there is no excerpt."""
     log_lines: tuple[str, ...]
@@ -197,7 +184,6 @@ def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> 
         timeline=timeline,
         background=background,
         uncommitted=_read_uncommitted(run, background, environ),
-        checkpoints=_read_checkpoints(run),
         log=log,
         log_lines=lines,
     )
@@ -261,18 +247,6 @@ def _read_uncommitted(run: RunDir, ground: Background, environ: Mapping[str, str
         return read_uncommitted(ground.code, ground.root, ground.commit, environ)
     except (OSError, ClusterddpError):
         return ()
-
-
-def _read_checkpoints(run: RunDir) -> tuple[Checkpoint, ...]:
-    found = []
-    for path in sorted(run.checkpoints.glob("*.json")):
-        manifest = _read_object(run, path)
-        numbers = [first_number(manifest.get(key)) for key in ("step", "epoch", "bytes")]
-        step, epoch, size = (None if number is None else int(number) for number in numbers)
-        created = first_number(manifest.get("created"))
-        name = path.with_suffix(".pt").name
-        found.append(Checkpoint(file=name, step=step, epoch=epoch, num_bytes=size, created=created))
-    return tuple(sorted(found, key=lambda checkpoint: (checkpoint.created or 0.0, checkpoint.file)))
 
 
 def _read_object(run: RunDir, path: Any) -> dict[str, Any]:

@@ -1,23 +1,19 @@
-"""When a run waited, ran and ended: its attempts, their ranks, and the events between them."""
+"""When a run waited, ran and ended: its attempts and their ranks."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections import deque
 from dataclasses import dataclass
-from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, read_end
-from clusterddp.run.rank_usage import Sample, read_usage_report
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_ranks, read_start
 from clusterddp.system.files import read_jsonl
 
 _ASKED = frozenset(["submitted", "resumed", "requeued", "follow_up", "queued"])
 """Events by which the wait for an attempt begins."""
-_MAX_EVENTS = 200
 _MAX_ATTEMPTS_WITH_RANKS = 8
 
 
@@ -51,8 +47,6 @@ class AttemptSpan:
     reason: str
     will_restart: bool
     ranks: tuple[RankSpan, ...] = ()
-    steps: tuple[Sample, ...] = ()
-    """How long the steps of its ranks were."""
 
     @property
     def ran_s(self) -> float:
@@ -61,15 +55,6 @@ class AttemptSpan:
     @property
     def waited_s(self) -> float:
         return max(0.0, (self.ended if self.started is None else self.started) - self.asked)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Event:
-    """A row of the history of a run, in the words of the file."""
-
-    time: float
-    name: str
-    facts: dict[str, Any]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,11 +74,9 @@ class Times:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeline:
-    """The history of a run."""
+    """The attempts of a run, oldest first."""
 
     attempts: tuple[AttemptSpan, ...]
-    events: tuple[Event, ...]
-    """The newest ones, oldest first."""
 
     @property
     def times(self) -> Times:
@@ -113,7 +96,7 @@ def read_timeline(
     run: RunDir, record: RunRecord, *, is_finished: bool, now: float, with_ranks: bool = True
 ) -> Timeline:
     """Read the history of a run; with the ranks of its newest attempts only, or with none."""
-    events, asked = _read_events(run)
+    asked = _read_asked(run)
     attempts: list[AttemptSpan] = []
     found = run.attempts()
     for attempt in found:
@@ -126,26 +109,18 @@ def read_timeline(
             with_ranks=with_ranks and attempt.number > found[-1].number - _MAX_ATTEMPTS_WITH_RANKS,
         )
         attempts.append(span)
-    return Timeline(attempts=tuple(attempts), events=events)
+    return Timeline(attempts=tuple(attempts))
 
 
-def _read_events(run: RunDir) -> tuple[tuple[Event, ...], dict[int, float]]:
-    """Return the newest events, and when the wait for each attempt began."""
-    newest: deque[Event] = deque(maxlen=_MAX_EVENTS)
+def _read_asked(run: RunDir) -> dict[int, float]:
+    """Return when the wait for each attempt began."""
     asked: dict[int, float] = {}
-    try:
+    with contextlib.suppress(OSError, ClusterddpError):
         for row in read_jsonl(run.events):
             name, at, attempt = row.get("event"), _time(row.get("time")), row.get("attempt")
-            if not isinstance(name, str) or at is None:
-                continue
-            if name in _ASKED and isinstance(attempt, int):
+            if isinstance(name, str) and name in _ASKED and isinstance(attempt, int) and at is not None:
                 asked.setdefault(attempt, at)
-            newest.append(
-                Event(time=at, name=name, facts={key: row[key] for key in row if key not in ("event", "time")})
-            )
-    except (OSError, ClusterddpError):
-        pass
-    return tuple(newest), asked
+    return asked
 
 
 def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: float, with_ranks: bool) -> AttemptSpan:
@@ -159,7 +134,6 @@ def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: floa
         ended, outcome = max([started or asked, *known]), "LOST"
     else:
         ended, outcome = now, "PENDING" if started is None else "RUNNING"
-    usage = read_usage_report(attempt) if with_ranks else None
     ranks = tuple(_rank_span(attempt.number, record, ended, is_over or end is not None) for record in records)
     if started is None and ranks:
         started = min(rank.started for rank in ranks)
@@ -172,7 +146,6 @@ def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: floa
         reason=end.reason if end else "",
         will_restart=bool(end and end.will_restart),
         ranks=ranks,
-        steps=usage.history if usage else (),
     )
 
 

@@ -24,7 +24,7 @@ from clusterddp.node.stack_hook import PACE
 from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.rank_usage import RankUsage, Sample, Straggler, UsageReport, add_sample, warn_of, write_usage
+from clusterddp.run.rank_usage import RankUsage, Straggler, UsageReport, warn_of, write_usage
 from clusterddp.system.processes import read_cpu_and_memory
 from clusterddp.wire import build, read_object
 
@@ -150,7 +150,6 @@ class UsageWatch:
             ranks=ranks,
             period_s=pace.period_s,
             stragglers=tuple(named.values()),
-            history=self._history(ranks, collection.asked_at),
         )
         try:
             write_usage(self._attempt, self._last)
@@ -191,13 +190,6 @@ class UsageWatch:
         for rank in sorted(self._named - set(named)):
             log(self._run, "straggler_over", attempt=self._attempt.number, rank=rank)
         self._named = frozenset(named)
-
-    def _history(self, ranks: tuple[RankUsage, ...], at: float) -> tuple[Sample, ...]:
-        history = self._last.history if self._last else ()
-        if all(each.step_s is None for each in ranks):
-            return history
-        known = {each.rank: None if each.step_s is None else round(each.step_s * 1e3, 3) for each in ranks}
-        return add_sample(history, Sample(time=at, step_ms=tuple(known.get(n) for n in range(self._gang.num_ranks))))
 
 
 def _period(before: tuple[float, int] | None, rank: Mapping[str, Any], now: float) -> float | None:

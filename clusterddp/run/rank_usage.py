@@ -1,7 +1,4 @@
-"""What the ranks of an attempt use, and how fast they are: one file, which the head writes anew with each look.
-
-Its history is bounded, however long the run: with each look that finds it full every second sample goes.
-"""
+"""What the ranks of an attempt use, and how fast they are: one file, which the head writes anew with each look."""
 
 from __future__ import annotations
 
@@ -14,10 +11,6 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir
 from clusterddp.system.files import is_file, read_record, write_bytes
-
-_MAX_CELLS = 8000
-"""Of the history: ranks times samples."""
-_FEWEST_SAMPLES, _MOST_SAMPLES = 16, 128
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,17 +47,8 @@ class Straggler:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Sample:
-    """The steps of all ranks at one moment."""
-
-    time: float
-    step_ms: tuple[float | None, ...]
-    """Of each rank, as `RankUsage.step_s`."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class UsageReport:
-    """The ranks of an attempt at one moment, and before."""
+    """The ranks of an attempt at one moment."""
 
     time: float
     """Seconds since the epoch."""
@@ -72,8 +56,6 @@ class UsageReport:
     period_s: float | None = None
     """Seconds of a step of the run."""
     stragglers: tuple[Straggler, ...] = ()
-    history: tuple[Sample, ...] = ()
-    """Oldest first."""
 
     @property
     def warning(self) -> str:
@@ -91,12 +73,6 @@ def warn_of(stragglers: Sequence[Straggler]) -> str:
     verb = "is a straggler" if len(stragglers) == 1 else "are stragglers"
     waits = f"the others wait {worst.late_s * 1e3:.3g} ms of each step of {worst.period_s * 1e3:.3g} ms"
     return f"{ranks} on {hosts} {verb}: {waits} ({worst.late_s / worst.period_s:.0%})"
-
-
-def add_sample(history: tuple[Sample, ...], sample: Sample) -> tuple[Sample, ...]:
-    """Return the history with a sample more; a full one keeps every second of its samples."""
-    most = max(_FEWEST_SAMPLES, min(_MOST_SAMPLES, _MAX_CELLS // max(1, len(sample.step_ms))))
-    return (*(history[::2] if len(history) >= most else history), sample)
 
 
 def write_usage(attempt: AttemptDir, report: UsageReport) -> None:

@@ -10,7 +10,7 @@ import hashlib
 import html
 import math
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
@@ -26,10 +26,7 @@ _WIDTH, _HEIGHT = 360, 196
 _LEFT, _TOP, _RIGHT, _BOTTOM = 48, 8, 350, 172
 _COLORS = 8
 _MOST_DOTS = 60
-_LOG_RATIO = 200.0
-"""From this ratio of the highest loss to the lowest on, losses are drawn on a logarithmic scale."""
 _ORDER = ("loss", "accuracy", "lr", "images_per_s", "step_ms.p50")
-_REPEATS = frozenset(["step_ms.p95", "step_ms.max", "images_per_s_per_rank", "comm_bytes_per_step"])
 _TITLES = {
     "loss": "Loss",
     "accuracy": "Accuracy",
@@ -50,9 +47,6 @@ _MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT = 14.0, 280.0
 _MAX_BARS = 600
 _MAX_ATTEMPTS = 200
 _LETTER_WIDTH = 6.5
-_LONG_STEPS = (1.1, 1.25, 1.5, 2.0)
-"""Times the median, from which on a step has the next darker shade."""
-_MAX_SPANS = 2000
 _NICE_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800, 2592000)
 
 
@@ -175,18 +169,16 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class _Scale:
-    """How values become places: linear, or by their logarithm."""
+    """How values become places."""
 
     low: float
     high: float
     begin: float
     end: float
-    is_log: bool = False
 
     def place(self, value: float) -> float:
-        inside = math.log10(value) if self.is_log else value
         span = self.high - self.low
-        share = (inside - self.low) / span if span else 0.5
+        share = (value - self.low) / span if span else 0.5
         return self.begin + share * (self.end - self.begin)
 
 
@@ -195,16 +187,9 @@ def style_of(run: int) -> str:
     return f"s{run % _COLORS} p{run // _COLORS % 4} r{run}"
 
 
-def key_order(key: str) -> tuple[int, int, str]:
-    """Sort keys: what most people look at, then others by name, then figures that repeat others."""
-    if key in _ORDER:
-        return 0, _ORDER.index(key), key
-    return (2 if repeats(key) else 1), 0, key
-
-
-def repeats(key: str) -> bool:
-    """Return whether a key repeats what another one shows."""
-    return key in _REPEATS
+def key_order(key: str) -> tuple[int, str]:
+    """Sort keys: what most people look at, then others by name."""
+    return (_ORDER.index(key) if key in _ORDER else len(_ORDER)), key
 
 
 def legend(names: Sequence[str]) -> Html:
@@ -226,16 +211,20 @@ def chart(number: int, key: str, series: Sequence[Series], points: int) -> Html:
     drawn = [(each, each.curve.thinned(points)) for each in series if each.curve.values]
     values = [value for _, found in drawn for _, value in found]
     steps = [step for _, found in drawn for step, _ in found]
-    is_log = "loss" in key.lower() and min(values) > 0 and max(values) / min(values) >= _LOG_RATIO
-    percent = _is_share(key, values)
-    x, y = _Scale(*_widened(min(steps), max(steps), 0.0), _LEFT, _RIGHT), _y_scale(values, is_log)
-    write = _percent_text if percent else number_text
     title = _TITLES.get(key, key)
+    x = _Scale(*_widened(min(steps), max(steps), 0.0), _LEFT, _RIGHT)
+    y = _Scale(*_widened(min(values), max(values), 0.04), _BOTTOM, _TOP)
+    sentences = (
+        f"{each.label}: last {number_text(curve.values[-1])} at step {number_text(curve.steps[-1])}, "
+        f"lowest {number_text(min(curve.values))}, highest {number_text(max(curve.values))}"
+        for each, _ in drawn
+        for curve in [each.curve]
+    )
     picture = el(
         "svg",
         el("title", title, id=f"t{number}"),
-        el("desc", "; ".join(_sentence(each, write) for each, _ in drawn), id=f"d{number}"),
-        _axes(x, y, write),
+        el("desc", "; ".join(sentences), id=f"d{number}"),
+        _axes(x, y),
         *(_line(each, found, x, y) for each, found in drawn),
         el("line", x1=0, x2=0, y1=_TOP, y2=_BOTTOM, class_="cursor"),
         viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
@@ -245,26 +234,8 @@ def chart(number: int, key: str, series: Sequence[Series], points: int) -> Html:
         data_x=f"{x.low!r} {x.high!r}",
         data_y=f"{y.low!r} {y.high!r}",
         data_box=f"{_LEFT} {_TOP} {_RIGHT} {_BOTTOM}",
-        **({"data_log": ""} if is_log else {}),
-        **({"data_percent": ""} if percent else {}),
     )
-    scale = el("span", " (logarithmic)") if is_log else None
-    return el("figure", el("figcaption", cut(title, 120), scale), picture, el("output"))
-
-
-def _percent_text(value: float) -> str:
-    return f"{100 * value:.4g} %"
-
-
-def _is_share(key: str, values: Sequence[float]) -> bool:
-    return "acc" in key.lower() and min(values) >= 0 and max(values) <= 1
-
-
-def _y_scale(values: Sequence[float], is_log: bool) -> _Scale:
-    low, high = min(values), max(values)
-    if is_log:
-        return _Scale(math.floor(math.log10(low)), math.ceil(math.log10(high)), _BOTTOM, _TOP, True)
-    return _Scale(*_widened(low, high, 0.04), _BOTTOM, _TOP)
+    return el("figure", el("figcaption", cut(title, 120)), picture, el("output"))
 
 
 def _widened(low: float, high: float, share: float) -> tuple[float, float]:
@@ -274,12 +245,12 @@ def _widened(low: float, high: float, share: float) -> tuple[float, float]:
     return low - room, high + room
 
 
-def _axes(x: _Scale, y: _Scale, write: Callable[[float], str]) -> Html:
+def _axes(x: _Scale, y: _Scale) -> Html:
     parts: list[Html] = []
-    for tick in _log_ticks(y) if y.is_log else _ticks(y.low, y.high, 4):
+    for tick in _ticks(y.low, y.high, 4):
         place = _short(y.place(tick))
         parts.append(el("path", d=f"M{_LEFT} {place}H{_RIGHT}", class_="grid"))
-        parts.append(el("text", write(tick), x=_LEFT - 5, y=_short(y.place(tick) + 3.5), text_anchor="end"))
+        parts.append(el("text", number_text(tick), x=_LEFT - 5, y=_short(y.place(tick) + 3.5), text_anchor="end"))
     for tick in _ticks(x.low, x.high, 4):
         parts.append(el("text", number_text(tick), x=_short(x.place(tick)), y=_BOTTOM + 15, text_anchor="middle"))
     parts.append(el("text", "step", x=0, y=_BOTTOM + 15))
@@ -295,11 +266,6 @@ def _ticks(low: float, high: float, about: int) -> list[float]:
     return [number * distance for number in range(first, first + 2 * about + 2) if number * distance <= high]
 
 
-def _log_ticks(scale: _Scale) -> list[float]:
-    powers = range(int(scale.low), int(scale.high) + 1)
-    return [10.0**power for power in powers][:: max(1, len(powers) // 5)]
-
-
 def _line(series: Series, points: Sequence[tuple[float, float]], x: _Scale, y: _Scale) -> Html:
     places = [(_short(x.place(step)), _short(y.place(value))) for step, value in points]
     kind = "train" if series.curve.kind == "train" else "eval"
@@ -313,15 +279,6 @@ def _line(series: Series, points: Sequence[tuple[float, float]], x: _Scale, y: _
         return line
     dots = "".join(f"M{across} {down}h0" for across, down in places)
     return join([line, el("path", d=Html(dots), class_=f"d s{series.run % _COLORS} r{series.run}")])
-
-
-def _sentence(series: Series, write: Callable[[float], str]) -> str:
-    curve = series.curve
-    low, high = min(curve.values), max(curve.values)
-    return (
-        f"{series.label}: last {write(curve.values[-1])} at step {number_text(curve.steps[-1])}, "
-        f"lowest {write(low)}, highest {write(high)}"
-    )
 
 
 def _short(value: float) -> str:
@@ -354,10 +311,14 @@ def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, fl
     ranks, top = _ranks(attempts, stragglers, axis, 2 * _BAR + 6)
     parts = [el("text", "attempts", x=0, y=_BAR - 6), *(_attempt(attempt, axis) for attempt in attempts)]
     height = top + 22
+    sentences = (
+        f"attempt {each.number} waited {duration(each.waited_s)}, ran {duration(each.ran_s)}, {each.outcome}"
+        for each in attempts[-20:]
+    )
     picture = el(
         "svg",
         el("title", "Attempts and ranks over time", id=f"t{number}"),
-        el("desc", "; ".join(map(_attempt_sentence, attempts[-20:])), id=f"d{number}"),
+        el("desc", "; ".join(sentences), id=f"d{number}"),
         *parts,
         ranks,
         _time_ticks(axis, top),
@@ -366,10 +327,8 @@ def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, fl
         aria_labelledby=f"t{number} d{number}",
         class_="wide",
     )
-    caption = "Attempts and ranks over time"
-    if any(attempt.steps for attempt in attempts):
-        caption += "; darker where the steps of a rank, without its waiting for others, took longer"
-    return el("figure", el("figcaption", caption), el("div", picture, class_="scroll", tabindex="0"))
+    strip = el("div", picture, class_="scroll", tabindex="0")
+    return el("figure", el("figcaption", "Attempts and ranks over time"), strip)
 
 
 def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
@@ -383,13 +342,9 @@ def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
     left, right = axis.span(began, attempt.ended)
     runs = _bar(attempt.outcome, f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}", (left, right), rows)
     wordings = (f"{attempt.number} {attempt.outcome}", str(attempt.number))
-    words = next((text for text in wordings if _fits(text, right - left)), "")
+    words = next((text for text in wordings if len(text) * _LETTER_WIDTH + 6 < right - left), "")
     label = el("text", words, x=f"{left + 4:.1f}", y=_BAR - 5, class_="in") if words else None
     return join([waits, runs, label])
-
-
-def _fits(text: str, width: float) -> bool:
-    return len(text) * _LETTER_WIDTH + 6 < width
 
 
 def _ranks(
@@ -407,7 +362,6 @@ def _ranks(
             text = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
             begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
             bars.append(_bar(first.state, text, axis.span(first.started, first.ended), (begin, end)))
-        bars += _long_steps(attempt, axis, top, row)
     for moment, rank, ratio in stragglers[-_MAX_BARS // 4 :]:
         if 0 <= rank < count:
             text = f"rank {rank} takes {ratio:.2f} times as long as the others"
@@ -421,65 +375,24 @@ def _ranks(
     return join([*names, *bars]), top + count * row
 
 
-def _long_steps(attempt: AttemptSpan, axis: _Axis, top: float, row: float) -> list[Html]:
-    """Shade each rank's bar where its steps took longer than the median of all steps of the attempt."""
-    known = sorted(step for sample in attempt.steps for step in sample.step_ms if step)
-    if not known:
-        return []
-    median = known[len(known) // 2]
-    ends = [*(sample.time for sample in attempt.steps[1:]), attempt.ended]
-    spans: list[tuple[int, int, float, float]] = []
-    for rank in range(len(attempt.steps[0].step_ms)):
-        own: list[tuple[int, int, float, float]] = []
-        for sample, end in zip(attempt.steps, ends, strict=True):
-            level = sum((sample.step_ms[rank] or 0.0) >= times * median for times in _LONG_STEPS)
-            if own and own[-1][0] == level:
-                own[-1] = (*own[-1][:3], end)
-            else:
-                own.append((level, rank, sample.time, end))
-        spans += own
-    longest = sorted((span for span in spans if span[0]), reverse=True)[:_MAX_SPANS]
-    shades = []
-    for level, times in enumerate(_LONG_STEPS, start=1):
-        path = "".join(
-            f"M{left:.1f} {top + rank * row:.1f}h{right - left:.1f}v{row - (row > 4):.1f}h{left - right:.1f}z"
-            for of, rank, begin, end in longest
-            if of == level
-            for left, right in [axis.span(begin, end)]
-        )
-        if path:
-            text = f"steps of {times} times their median, {median:.3g} ms, or longer"
-            shades.append(el("path", el("title", text), d=path, class_=f"long{level}"))
-    return shades
-
-
 def _folded(ranks: Sequence[RankSpan], axis: _Axis, most: int) -> list[tuple[RankSpan, RankSpan]]:
-    """Fold neighbouring ranks of one host that look equal, at a grain that is coarser the more ranks there are."""
-    folds = _equal_neighbours(ranks, axis, 1.0)
-    for grain in (4.0, 32.0, float(_TIME_WIDTH)):
-        if len(folds) > most:
-            folds = _equal_neighbours(ranks, axis, grain)
-    return folds[: max(1, most)]
+    """Fold neighbouring ranks of one host that look equal, at a grain that is coarser the more ranks there are.
 
-
-def _equal_neighbours(ranks: Iterable[RankSpan], axis: _Axis, grain: float) -> list[tuple[RankSpan, RankSpan]]:
-    """Fold neighbouring ranks of one host that look equal: the first and the last of each fold."""
+    Return the first and the last of each fold.
+    """
     folds: list[tuple[RankSpan, RankSpan]] = []
-    for rank in sorted(ranks, key=lambda span: span.rank):
-        if (
-            folds
-            and folds[-1][1].rank + 1 == rank.rank
-            and _look(folds[-1][0], axis, grain) == _look(rank, axis, grain)
-        ):
-            folds[-1] = (folds[-1][0], rank)
-        else:
-            folds.append((rank, rank))
-    return folds
-
-
-def _look(rank: RankSpan, axis: _Axis, grain: float) -> tuple[str, str, int, int]:
-    begin, end = axis.span(rank.started, rank.ended)
-    return rank.state, rank.host, round(begin / grain), round(end / grain)
+    for grain in (1.0, 4.0, 32.0, float(_TIME_WIDTH)):
+        folds, before = [], None
+        for rank in sorted(ranks, key=lambda span: span.rank):
+            looks = (rank.state, rank.host, *(round(place / grain) for place in axis.span(rank.started, rank.ended)))
+            if folds and folds[-1][1].rank + 1 == rank.rank and looks == before:
+                folds[-1] = (folds[-1][0], rank)
+            else:
+                folds.append((rank, rank))
+            before = looks
+        if len(folds) <= most:
+            break
+    return folds[: max(1, most)]
 
 
 def _bar(class_: str, text: str, span: tuple[float, float], rows: tuple[float, float]) -> Html:
@@ -508,8 +421,3 @@ def _time_ticks(axis: _Axis, top: float) -> Html:
         if each != 1 or axis.place(axis.begin + distance) > _TIME_LEFT + 130
     ]  # fmt: skip
     return join(marks)
-
-
-def _attempt_sentence(attempt: AttemptSpan) -> str:
-    waited = f"attempt {attempt.number} waited {duration(attempt.waited_s)}"
-    return waited if attempt.started is None else f"{waited}, ran {duration(attempt.ran_s)}, {attempt.outcome}"

@@ -1,16 +1,13 @@
 "use strict";
 // The page is whole without this: it adds a read-out to the charts, and lets runs be shown and hidden.
 const attach = () => {
-const number = (value, percent) => percent ? (100 * value).toFixed(2) + " %" : String(Number(value.toPrecision(5)));
+const number = value => String(Number(value.toPrecision(5)));
 for (const svg of document.querySelectorAll("svg[data-x]")) {
   const [x0, x1, y0, y1] = [...svg.dataset.x.split(" "), ...svg.dataset.y.split(" ")].map(Number);
   const [left, top, right, bottom] = svg.dataset.box.split(" ").map(Number);
   const out = svg.parentElement.querySelector("output"), cursor = svg.querySelector(".cursor");
   const step = x => x0 + (x - left) / (right - left) * (x1 - x0);
-  const value = y => {
-    const inside = y0 + (bottom - y) / (bottom - top) * (y1 - y0);
-    return "log" in svg.dataset ? 10 ** inside : inside;
-  };
+  const value = y => y0 + (bottom - y) / (bottom - top) * (y1 - y0);
   const nearest = (points, x) => {
     let low = 0, high = points.numberOfItems - 1;
     while (high - low > 1) {
@@ -28,7 +25,7 @@ for (const svg of document.querySelectorAll("svg[data-x]")) {
     cursor.style.visibility = "visible";
     const lines = [...svg.querySelectorAll("polyline:not(.off)")].map(line => {
       const point = nearest(line.points, at);
-      return `${line.dataset.name}: ${number(value(point.y), "percent" in svg.dataset)} at step ${Math.round(step(point.x))}`;
+      return `${line.dataset.name}: ${number(value(point.y))} at step ${Math.round(step(point.x))}`;
     });
     out.textContent = lines.slice(0, 12).join("\n");
   };

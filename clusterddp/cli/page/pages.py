@@ -21,19 +21,18 @@ from clusterddp.cli.page.drawing import (
     join,
     key_order,
     legend,
-    repeats,
     section,
     table,
     timeline_strip,
 )
 from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
-from clusterddp.cli.text.status import measures, short_progress, usage_texts
+from clusterddp.cli.text.status import checkpoint_text, measures, short_progress, usage_texts
 from clusterddp.look.background import FileDiff
 from clusterddp.look.ranks import RankStatus
 from clusterddp.look.report import Comparison, Difference, RunReport, compare
 from clusterddp.look.status import RunSummary
-from clusterddp.system.units import format_bytes, format_count
+from clusterddp.system.units import format_count
 
 MAX_BYTES = 300_000
 """The size of a page, whatever the length and number of its runs."""
@@ -128,6 +127,7 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         el("p", report.variant) if report.variant else None,
         el("p", status.reason) if status.state.value != "COMPLETED" and not status.root_cause else None,
         el("p", el("strong", "warning: "), status.warning) if status.warning else None,
+        el("p", checkpoint_text(status.checkpoint)) if status.checkpoint else None,
         _cards(report),
         _cause(report),
         _charts([report], limits),
@@ -136,10 +136,8 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
             "Time",
             timeline_strip(report.timeline, report.curves.stragglers, 900),
             _attempts_table(report, limits.rows),
-            _events_table(report, limits.rows),
         ),
         section("Ranks", _ranks_table(report, limits.rows)),
-        section("Checkpoints", _checkpoints_table(report)),
         section(
             "Made of",
             *_background_parts(report, limits.rows),
@@ -167,7 +165,6 @@ def _detail(report: RunReport, number: int) -> Html:
         el("p", _where(report), class_="soft"),
         _cause(report),
         timeline_strip(report.timeline, report.curves.stragglers, number),
-        _checkpoints_table(report),
     )
 
 
@@ -189,20 +186,9 @@ def _charts(reports: Sequence[RunReport], limits: Limits) -> Html | None:
         "Curves",
         legend([report.status.run + (f"  {report.variant}" if report.variant else "") for report in drawn]),
         _more(len(reports), len(drawn), "run"),
-        *_grids(series, shown, points),
+        el("div", *(chart(at, key, series[key], points) for at, key in enumerate(shown)), class_="charts"),
         *(el("p", note, class_="soft") for note in notes[:40] if note),
     )
-
-
-def _grids(series: Mapping[str, Sequence[Series]], keys: Sequence[str], points: int) -> list[Html | None]:
-    """Draw the charts; those that repeat others are folded."""
-    charts = {key: chart(at, key, series[key], points) for at, key in enumerate(keys)}
-    main = [drawn for key, drawn in charts.items() if not repeats(key)]
-    more = [drawn for key, drawn in charts.items() if repeats(key)]
-    return [
-        el("div", *main, class_="charts"),
-        folded("More curves", el("div", *more, class_="charts") if more else None),
-    ]
 
 
 def _not_finite(report: RunReport) -> list[str]:
@@ -218,7 +204,7 @@ def _sampled(report: RunReport) -> str:
     if curves.read_rows >= curves.total_rows:
         return ""
     return (
-        f"{report.status.run}: the curves are drawn from {curves.read_rows:,} of about {curves.total_rows:,} rows: "
+        f"{report.status.run}: the curves are drawn from {curves.read_rows:,} of {curves.total_rows:,} rows: "
         "every evaluation and a sample of the others"
     )
 
@@ -316,15 +302,6 @@ def _attempts_table(report: RunReport, most: int) -> Html | None:
     return table(["", "outcome", "asked for", "waited", "ran", "why"], rows, caption="Attempts") if rows else None
 
 
-def _events_table(report: RunReport, most: int) -> Html | None:
-    """Draw the history of the run, folded."""
-    rows: list[list[Child]] = [
-        [clock(event.time), event.name, cut(", ".join(f"{key} {value}" for key, value in event.facts.items()), _CELL)]
-        for event in report.timeline.events[-min(most, 100) :]
-    ]
-    return folded("Events", table(["time", "event", ""], rows, caption="The newest events")) if rows else None
-
-
 def _ranks_table(report: RunReport, most: int) -> Html | None:
     """Draw the ranks of the newest attempt; many ranks are folded by host, state and exit code."""
     ranks = report.status.ranks
@@ -353,22 +330,6 @@ def _ranks_table(report: RunReport, most: int) -> Html | None:
 def _numbers(ranks: Sequence[int]) -> str:
     is_span = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
     return rank_span(ranks) if is_span or len(ranks) == 1 else cut(", ".join(map(str, ranks)), 60)
-
-
-def _checkpoints_table(report: RunReport) -> Html | None:
-    """Draw the newest checkpoints."""
-    rows: list[list[Child]] = [
-        [
-            checkpoint.file,
-            "-" if checkpoint.step is None else number_text(checkpoint.step),
-            "-" if checkpoint.epoch is None else checkpoint.epoch,
-            "-" if checkpoint.num_bytes is None else format_bytes(checkpoint.num_bytes),
-            "-" if checkpoint.created is None else clock(checkpoint.created),
-        ]
-        for checkpoint in reversed(report.checkpoints[-5:])
-    ]
-    head = ["file", "step", "epoch", "size", "written"]
-    return table(head, rows, caption="Newest checkpoints") if rows else None
 
 
 def _background_parts(report: RunReport, most: int) -> list[Html | None]:

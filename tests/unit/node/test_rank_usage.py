@@ -24,10 +24,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.rank_usage import (
     RankUsage,
-    Sample,
     Straggler,
     UsageReport,
-    add_sample,
     read_usage_report,
     warn_of,
     write_usage,
@@ -286,8 +284,6 @@ def test_looks_get_rarer_and_the_file_keeps_the_past(tmp_path):
     assert moments[0] == 5
     assert moments[1] - moments[0] == 10
     assert moments[-1] - moments[-2] == 30
-    assert len(report.history) == 40
-    assert report.history[0].step_ms == pytest.approx((50.0,) * 4, rel=0.2)
     assert report.ranks[0].cpu == 1.0
 
 
@@ -297,23 +293,11 @@ def test_an_answer_that_is_none_leaves_its_ranks_out(tmp_path, nonsense):
     assert watched.look(EVEN, **nonsense) is None
 
 
-def test_the_history_is_bounded_however_many_looks_and_ranks():
-    for ranks, most in ((8, 128), (100, 80), (4000, 16)):
-        history: tuple[Sample, ...] = ()
-        for at in range(1000):
-            history = add_sample(history, Sample(time=float(at), step_ms=(1.0,) * ranks))
-            assert len(history) <= most
-        assert history[0].time == 0.0
-        assert history[-1].time == 999.0
-
-
 def test_the_file_is_read_back_and_a_damaged_one_counts_as_none(tmp_path):
     attempt = RunDir(tmp_path).attempt(0)
     attempt.path.mkdir(parents=True)
     assert read_usage_report(attempt) is None
-    report = UsageReport(
-        time=1.0, ranks=(RankUsage(rank=0, cpu=1.5),), history=(Sample(time=1.0, step_ms=(2.0, None)),)
-    )
+    report = UsageReport(time=1.0, ranks=(RankUsage(rank=0, cpu=1.5),))
     write_usage(attempt, report)
     assert read_usage_report(attempt) == report
     for text in ("", "[]", '{"time": "x"}'):
