@@ -41,8 +41,7 @@ from tests.testbed.rack import running_rack
 CONNECT = """
 import json, os, resource, sys, threading
 from clusterddp.errors import SshError
-from clusterddp.ssh.connections import connect_all
-from clusterddp.ssh.connections import Fan
+from clusterddp.ssh.connections import Fan, connect_all
 hosts = sys.argv[1].split(",")
 made = connect_all(hosts, environ=os.environ)
 assert not [error for error in made.values() if isinstance(error, SshError)], made

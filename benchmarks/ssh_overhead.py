@@ -86,13 +86,13 @@ def trace(owner, name, show=None):
 import clusterddp.cli.main
 import clusterddp.cli.submit
 import clusterddp.submission.submit as submit
-from clusterddp.launchers.ssh import sessions, launcher as ssh
-from clusterddp.ssh import session, sessions as ssh_sessions
+from clusterddp.launchers.ssh import launcher as ssh
+from clusterddp.remote import session, sessions
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")
 for name in ("open_host_sessions", "preflight", "upload_run", "lease_gpus", "settle_network", "_prepare"):
     trace(ssh, name)
-trace(ssh_sessions, "connect_all")
+trace(sessions, "connect_all")
 trace(session.Session, "begin", lambda self, *rest: f"  boot {self.host}")
 trace(session.Session, "ask", lambda self, do, *rest: f"  {do} {self.host}")
 trace(sessions.HostSessions, "close")

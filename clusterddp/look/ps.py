@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
 
-from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
 from clusterddp.planning.plan import read_plan_json
 from clusterddp.planning.ssh.plan import SshPlan
 from clusterddp.remote.session import HostAccess
@@ -83,7 +83,8 @@ class Hosts:
         """Find the directories on each host that are that old and not needed by any run."""
         facts = {host: {"tokens": [], "older_than_s": older_than_s} for host in self._accesses}
         replies = self._ask("host.list", facts, timeout_s=_DISK_TIMEOUT_S)
-        return _read(replies, lambda reply: reply["stored"])
+        found = _read(replies, lambda reply: reply["stored"])
+        return {host: storage or NonsenseError(host, "no old files") for host, storage in found.items()}
 
     def remove(
         self, places: Mapping[str, Sequence[str]], older_than_s: float | None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
 from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
@@ -216,6 +216,8 @@ def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, ru
         if reply.facts["gpus"] is None:
             busy.append(f"{host}: {spell_busy(reply.facts['busy'])}")
             continue
+        if not len(reply.facts["gpus"]) == len(reply.facts["hold"]) == len(nodes[host]):
+            raise NonsenseError(host, f"leases of {len(reply.facts['gpus'])} nodes, for {len(nodes[host])}")
         for node, gpus, hold in zip(nodes[host], reply.facts["gpus"], reply.facts["hold"], strict=True):
             grants[node] = Grant(gpus=tuple(gpus), hold=tuple(hold))
     if busy:

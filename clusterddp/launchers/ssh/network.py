@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from clusterddp.errors import NetworkError, PreflightError, SshError
+from clusterddp.errors import NetworkError, NonsenseError, PreflightError, SshError
 from clusterddp.network.choice import Findings, choose_network, plan_probes, usable_addresses
 from clusterddp.network.explanation import diagnose, explain_choice, warn_of_choice, warn_of_missing_interfaces
 from clusterddp.network.interface import loopback
@@ -119,8 +119,12 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
 
     try:
         listening = _all_or_raise(ask_all(by_host, "host.listen", listen))
-        networks = [dataclasses.replace(listening[host].facts["network"], host=host) for host in hosts]
-        findings = Findings(hosts=tuple(networks), probes=())
+        networks = {host: reply.facts["network"] for host, reply in listening.items()}
+        for host, network in networks.items():
+            if network is None:
+                raise NonsenseError(host, "no network")
+        here = tuple(dataclasses.replace(networks[host], host=host) for host in hosts)
+        findings = Findings(hosts=here, probes=())
         if findings.on_one_machine:
             return findings
         planned = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import os
 import threading
@@ -14,17 +15,23 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import SshError
+from clusterddp.launchers.ssh.launcher import lease_gpus
+from clusterddp.launchers.ssh.network import probe_network
+from clusterddp.look.ps import Hosts
 from clusterddp.remote import session as session_module
 from clusterddp.remote.session import HostAccess, Session
+from clusterddp.remote.sessions import SessionPool
 from clusterddp.run.host_state import read_reports
 from clusterddp.system.files import write_json
-from tests.support.agent_hosts import Connection, Hosts, make_channel, running_hosts
+from tests.support.agent_hosts import Connection, make_channel, running_hosts
+from tests.support.agent_hosts import Hosts as AgentHosts
+from tests.support.handmade_runs import make_gang
 
 Answer = Callable[[dict[str, Any]], bytes]
 
 
 @pytest.fixture
-def hosts(tmp_path: Path) -> Iterator[Hosts]:
+def hosts(tmp_path: Path) -> Iterator[AgentHosts]:
     with running_hosts(tmp_path, "gpu01", "gpu02") as hosts:
         yield hosts
 
@@ -98,12 +105,34 @@ def test_a_late_answer_is_not_taken_for_that_to_the_next_question() -> None:
         session.ask("beat", timeout_s=0.1)
 
 
+def test_a_host_without_a_network_is_refused() -> None:
+    session = hostile_session(lambda request: say(network=None))
+    gang = dataclasses.replace(
+        make_gang(nodes=1), nodes=(dataclasses.replace(make_gang(nodes=1).nodes[0], host="gpu01"),)
+    )
+    with pytest.raises(SshError, match="gpu01: ask: the answer of its agent is invalid: no network"):
+        probe_network(gang, {"gpu01": session})
+
+
+def test_fewer_leases_than_nodes_are_refused() -> None:
+    session = hostile_session(lambda request: say(gpus=[], hold=[], busy={}))
+    with pytest.raises(SshError, match="gpu01: ask: the answer of its agent is invalid: leases of 0 nodes, for 1"):
+        lease_gpus({0: session}, {0: 1}, run="brisk-otter-3")
+
+
+def test_a_host_that_lists_nothing_old_is_an_error_of_that_host() -> None:
+    with Hosts([HostAccess(host="gpu01")], {}) as machines:
+        machines._pool = SessionPool(lambda access: hostile_session(lambda request: say(runs=[], stored=None)))
+        (found,) = machines.stored(1.0).values()
+    assert "the answer of its agent is invalid: no old files" in str(found)
+
+
 def listed(files: dict[str, list[int]]) -> dict[str, Any]:
     rest = {"boot": "b", "alive": [], "has_run": True, "end_attempt": None, "end": None}
     return rest | {"files": files}
 
 
-def answering(hosts: Hosts, files: dict[str, list[int]], read: Answer) -> Answer:
+def answering(hosts: AgentHosts, files: dict[str, list[int]], read: Answer) -> Answer:
     """Answer as a host does that has these files and sends of them what `read` makes."""
 
     def answer(request: dict[str, Any]) -> bytes:
@@ -134,7 +163,7 @@ ANSWERS_TO_READ: dict[str, Answer] = {
 
 
 @pytest.mark.parametrize("how", ANSWERS_TO_READ)
-def test_a_pull_without_progress_ends(hosts: Hosts, how: str) -> None:
+def test_a_pull_without_progress_ends(hosts: AgentHosts, how: str) -> None:
     answer = answering(hosts, {LOG: [1 << 40, 1]}, ANSWERS_TO_READ[how])
     good = hosts.open
 
@@ -150,7 +179,7 @@ def test_a_pull_without_progress_ends(hosts: Hosts, how: str) -> None:
     assert len(list(hosts.run.attempt(0).logs.iterdir())) <= 1
 
 
-def test_a_log_that_always_begins_anew_is_kept_some_times(hosts: Hosts) -> None:
+def test_a_log_that_always_begins_anew_is_kept_some_times(hosts: AgentHosts) -> None:
     def anew(request: dict[str, Any]) -> bytes:
         parts = [read_part(length=9, size=9) for _ in request["parts"]]
         return say(os.urandom(9 * len(parts)), parts=parts)
@@ -168,7 +197,7 @@ def test_a_log_that_always_begins_anew_is_kept_some_times(hosts: Hosts) -> None:
     assert any("begun anew" in text for text in hosts.said)
 
 
-def test_names_that_no_disk_takes_are_left_there(hosts: Hosts) -> None:
+def test_names_that_no_disk_takes_are_left_there(hosts: AgentHosts) -> None:
     files = {"tb/\ud800": [1, 1], "tb/" + "x" * 5000: [1, 1], "tb/../../../escaped": [1, 1], "/etc/x": [1, 1]}
     answer = answering(hosts, files, lambda request: say(b"x", parts=[read_part(length=1, size=1)]))
     hosts.open = lambda access: hostile_session(answer, access.host)  # type: ignore[method-assign]

@@ -105,7 +105,8 @@ def sender(person: SshPerson, tmp_path: Path) -> Iterator[Sender]:
     sender = Sender(person=person, run=run)
     yield sender
     for name in ("one", "two", "data"):
-        subprocess.run(["rm", "-rf", sender.home / name], check=True)
+        # An agent that has just started may still write what Python compiles.
+        wait_until(lambda name=name: subprocess.run(["rm", "-rf", sender.home / name], check=False).returncode == 0, 20)
 
 
 @pytest.fixture
