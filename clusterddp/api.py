@@ -194,7 +194,7 @@ def _function_spec(
 ) -> tuple[Path | str, list[str]]:
     """Return the spec that calls a function, as a source and overrides."""
     from clusterddp.planning.functions import describe_function, function_name
-    from clusterddp.spec.write import flow_yaml
+    from clusterddp.spec.yamlfile import flow_yaml
 
     entry = describe_function(
         function, args, kwargs, working_dir=working_dir, python_path=os.environ.get("PYTHONPATH", "")

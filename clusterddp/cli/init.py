@@ -205,7 +205,7 @@ def _read_hosts(text: str) -> str:
     """Check hosts as a spec does; return them as YAML. Raises: SpecError."""
     from clusterddp.spec.hosts import parse_hosts
     from clusterddp.spec.load import load_spec
-    from clusterddp.spec.write import flow_yaml
+    from clusterddp.spec.yamlfile import flow_yaml
 
     alone = load_spec("name: x\nlauncher: ssh\n", environ={}, hosts=parse_hosts(text), whole=True)
     hosts = alone.job.model_dump(mode="json")["ssh"]["hosts"]
@@ -287,7 +287,7 @@ def with_hosts(text: str, hosts: str) -> str:
 
 def with_script(text: str, script: str) -> str:
     """Write the script in place of the trainer, the last section of each template."""
-    from clusterddp.spec.write import flow_yaml
+    from clusterddp.spec.yamlfile import flow_yaml
 
     return _TRAIN.sub(lambda _: _ENTRY.format(script=flow_yaml(script)), text)
 

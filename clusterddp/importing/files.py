@@ -17,10 +17,9 @@ from typing import Any, Literal
 from clusterddp.errors import UsageError
 from clusterddp.importing.shell import Text, as_written, is_fixed
 from clusterddp.spec import tree
+from clusterddp.spec.fields import MAX_RANKS, RANK_VARIABLES
 from clusterddp.spec.hosts import read_hostfile
-from clusterddp.spec.scalars import RANK_VARIABLES
 from clusterddp.spec.secret_values import is_secret
-from clusterddp.spec.section import MAX_RANKS
 
 Fate = Literal["lost", "before", "ours"]
 """lost: the spec cannot express it; before: the user does it before a submit; ours: clusterddp does it itself."""

@@ -13,8 +13,8 @@ from clusterddp.importing.command import STARTS_RANKS, Command, Level, Option, w
 from clusterddp.importing.files import Findings, Host, list_hosts, set_variable
 from clusterddp.importing.job import GPU_SIZES, SIZES, Given, GivenOptions, Sizes
 from clusterddp.importing.shell import Text, as_written, fixed_number, is_fixed
+from clusterddp.spec.fields import MAX_RANKS
 from clusterddp.spec.hosts import expand_all, parse_hosts, read_hostfile
-from clusterddp.spec.section import MAX_RANKS
 from clusterddp.spec.slurm_options import KNOWN, OWNED, SRUN_OPTIONS
 
 _RIVALS = (

@@ -24,10 +24,8 @@ from clusterddp.importing.files import (
     read_values,
 )
 from clusterddp.spec.load import ResolvedSpec, load_spec
-from clusterddp.spec.textfile import decode, read_bytes
-from clusterddp.spec.tree import escape
-from clusterddp.spec.write import spec_yaml
-from clusterddp.spec.yamlfile import parse
+from clusterddp.spec.tree import decode, escape, read_bytes
+from clusterddp.spec.yamlfile import parse, spec_yaml
 
 Kind = Literal["slurm", "gluoncv", "accelerate", "hostfile", "env"]
 KINDS: tuple[Kind, ...] = get_args(Kind)

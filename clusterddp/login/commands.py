@@ -28,9 +28,9 @@ from clusterddp.system.file_set import choose_files
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
+    from clusterddp.spec.hosts import Login
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
-    from clusterddp.spec.ssh_section import Login
 
 SPEC, _CONFIG, _PROJECT, _SITE = "spec.yaml", "config.yaml", "project.yaml", "site.yaml"
 """Names of the files that are uploaded with a command."""

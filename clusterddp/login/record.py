@@ -20,7 +20,7 @@ from clusterddp.run.find import created_ns, list_places, list_runs
 from clusterddp.system.files import read_record, write_json, write_text
 
 if TYPE_CHECKING:
-    from clusterddp.spec.ssh_section import Login
+    from clusterddp.spec.hosts import Login
 
 FOLDER = ".login"
 _SEALED = "where a run was sent"
@@ -65,7 +65,7 @@ def node_of_run(sent: SentRun, environ: Mapping[str, str]) -> Node:
 
     A host that no profile of the user names gets none of the run's secrets.
     """
-    from clusterddp.spec.ssh_section import Login
+    from clusterddp.spec.hosts import Login
 
     known = {name: value for name, value in sent.login.items() if name in Login.model_fields}
     login = Login.model_validate(known)  # earlier versions wrote more

@@ -37,9 +37,9 @@ from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
+    from clusterddp.spec.fields import Duration
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
-    from clusterddp.spec.scalars import Duration
 
 
 MASTER_ADDR = "127.0.0.1"

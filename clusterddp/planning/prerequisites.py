@@ -16,8 +16,8 @@ from clusterddp.facts.torch import read_torch
 from clusterddp.planning.placement import Request
 from clusterddp.planning.program import TRAINER
 from clusterddp.run.gang import Gang
-from clusterddp.spec.image_sets import is_there
 from clusterddp.spec.secret_values import is_secret
+from clusterddp.spec.train import is_there
 from clusterddp.system.storage import find_mount
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry
 from clusterddp.run.outcome import read_end
-from clusterddp.spec.image_sets import GENERATED
+from clusterddp.spec.train import GENERATED
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:

@@ -13,9 +13,17 @@ from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, Wi
 
 from clusterddp.ranks.environment import VARIABLES, find_placeholders
 from clusterddp.spec import fields
-from clusterddp.spec.fields import Matching, Word
-from clusterddp.spec.scalars import plain, read_filled_text, read_loose_text, read_text, refuse
-from clusterddp.spec.section import Conflict, Section
+from clusterddp.spec.fields import (
+    Conflict,
+    Matching,
+    Section,
+    Word,
+    plain,
+    read_filled_text,
+    read_loose_text,
+    read_text,
+    refuse,
+)
 from clusterddp.spec.tree import did_you_mean
 
 PROGRAMS = ("script", "module", "function", "command")

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 from clusterddp.errors import Problem
+from clusterddp.spec.fields import AnySection, keys_of, spellings
 from clusterddp.spec.model import JobSpec, json_schema
-from clusterddp.spec.section import AnySection, keys_of, spellings
 from clusterddp.spec.tree import ListNode, Mapping, Node, closest, did_you_mean, problem_at
 
 MAX_SUGGESTIONS = 50

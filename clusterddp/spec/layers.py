@@ -40,22 +40,23 @@ import platformdirs
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.network.hostlist import expand
-from clusterddp.spec.textfile import decode, read_bytes
 from clusterddp.spec.tree import (
     Mapping,
     Node,
     Place,
     Scalar,
+    decode,
     describe,
     did_you_mean,
     problem_at,
+    read_bytes,
     show,
     spec_error,
     without,
 )
 
 if TYPE_CHECKING:
-    from clusterddp.spec.ssh_section import Login
+    from clusterddp.spec.hosts import Login
 
 
 ENV_PREFIX = "CLUSTERDDP__"
@@ -189,7 +190,7 @@ def _read_login(node: Node, place: Place, key: str) -> Login:
     """Read a profile's login node: a mapping, or only the host's name. `place`: of its key."""
     # A command without a login node must not wait for pydantic to load.
     from clusterddp.spec.check import check_section
-    from clusterddp.spec.ssh_section import Login
+    from clusterddp.spec.hosts import Login
 
     if isinstance(node, Scalar) and not node.null:
         node = Mapping(entries={"host": node}, keys={"host": place}, place=place)

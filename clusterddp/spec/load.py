@@ -31,11 +31,20 @@ from clusterddp.spec.layers import (
 )
 from clusterddp.spec.model import JobSpec, json_schema
 from clusterddp.spec.program_arguments import names_argument, set_argument, words_problem
-from clusterddp.spec.textfile import decode, read_bytes, read_stdin
 from clusterddp.spec.train import TrainSpec
-from clusterddp.spec.tree import Mapping, Node, Place, format_spec_error, in_order, merge, without
-from clusterddp.spec.write import resolved_yaml
-from clusterddp.spec.yamlfile import parse
+from clusterddp.spec.tree import (
+    Mapping,
+    Node,
+    Place,
+    decode,
+    format_spec_error,
+    in_order,
+    merge,
+    read_bytes,
+    read_stdin,
+    without,
+)
+from clusterddp.spec.yamlfile import parse, resolved_yaml
 
 __all__ = [
     "Change",

@@ -8,9 +8,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from pydantic_core import PydanticCustomError
-
-from clusterddp.spec.scalars import read_duration
 from clusterddp.spec.tree import closest, describe
 
 OWNED: dict[str, str] = {
@@ -159,6 +156,10 @@ def _value_problem(name: str, value: str) -> tuple[str, str | None] | None:
 
 
 def _time_problem(value: str) -> tuple[str, str | None] | None:
+    from pydantic_core import PydanticCustomError  # a plan of a job on Slurm is read without pydantic
+
+    from clusterddp.spec.fields import read_duration
+
     try:
         read_duration(value)
     except PydanticCustomError as error:

@@ -1,4 +1,4 @@
-"""Reads YAML strictly: text becomes a tree of mappings, lists and scalars with their places; scalars stay untyped.
+"""Reads YAML strictly, as a tree whose scalars stay untyped, and writes a spec as YAML that reads back equal.
 
 Only what a spec needs is let through: one document, no anchors, aliases, merge keys or tags, no key twice, at most
 20 levels, 1 MB and 50,000 values. The pure-Python loader does the parsing: the C one crashes on deep nesting.
@@ -6,15 +6,30 @@ Only what a spec needs is let through: one document, no anchors, aliases, merge 
 
 from __future__ import annotations
 
+import json
 import re
+import sys
+from collections.abc import Mapping as Map
 from dataclasses import replace
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import yaml
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.textfile import LINE_BREAK
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, problem_at, show, spec_error
+from clusterddp.spec.tree import (
+    LINE_BREAK,
+    ListNode,
+    Mapping,
+    Node,
+    Place,
+    Scalar,
+    problem_at,
+    show,
+    spec_error,
+)
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec
 
 MAX_DEPTH = 20
 MAX_VALUES = 50_000
@@ -230,3 +245,54 @@ def _syntax_words(raw: str) -> tuple[str, str | None]:
         if re.search(pattern, raw):
             return message, hint
     return f"not YAML: {show(raw)[1:-1]}", None
+
+
+_PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
+"""Text that every YAML reader reads as text, unless it is one of these words; all other text is written in quotes."""
+_RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
+
+
+class _Block(dict[str, Any]):
+    """A mapping that is written with a line for each key; all others are written in one line."""
+
+
+class _Writer(yaml.SafeDumper):
+    def ignore_aliases(self, data: Any) -> bool:
+        return True
+
+    def represent_text(self, text: str) -> yaml.Node:
+        plain = _PLAIN.fullmatch(text) and text.lower() not in _RESERVED
+        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
+
+    def represent_block(self, block: _Block) -> yaml.Node:
+        return self.represent_mapping("tag:yaml.org,2002:map", block.items(), flow_style=False)
+
+
+_Writer.add_representer(str, _Writer.represent_text)
+_Writer.add_representer(_Block, _Writer.represent_block)
+
+
+def resolved_yaml(job: JobSpec) -> str:
+    """Write every value of `job`, defaults too."""
+    return spec_yaml(job.model_dump(mode="json"))
+
+
+def spec_yaml(values: Map[str, Any]) -> str:
+    """Write values as a spec, sections as mappings; leave out those that are None."""
+    present = {key: value for key, value in values.items() if value is not None}
+    return _written(
+        _Block((key, _Block(value) if isinstance(value, dict) and value else value) for key, value in present.items())
+    )
+
+
+def flow_yaml(value: Any) -> str:
+    """Write data in one line."""
+    return _written(json.loads(json.dumps(value))).removesuffix("...\n").rstrip("\n")
+
+
+def _written(value: Any) -> str:
+    return str(
+        yaml.dump(
+            value, Dumper=_Writer, default_flow_style=True, sort_keys=False, allow_unicode=True, width=sys.maxsize
+        )
+    )

@@ -15,7 +15,7 @@ import click
 
 from clusterddp.cli.terminal import duration, rank_span, table, wrapped
 from clusterddp.look.printable import printable
-from clusterddp.spec.image_sets import GENERATED
+from clusterddp.spec.train import GENERATED
 from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:

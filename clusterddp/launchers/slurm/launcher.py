@@ -40,7 +40,7 @@ from clusterddp.slurm.explain import advise_refusal
 from clusterddp.slurm.identity import job_tag
 from clusterddp.slurm.jobs import Phase
 from clusterddp.slurm.queue import Slurm
-from clusterddp.spec.image_sets import FOLDER, is_there
+from clusterddp.spec.train import FOLDER, is_there
 from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:

@@ -34,7 +34,7 @@ from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
 from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder
-from clusterddp.spec.image_sets import GENERATED
+from clusterddp.spec.train import GENERATED
 from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import spell_busy
 

@@ -17,9 +17,8 @@ from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.remote.session import HostAccess
-    from clusterddp.spec.hosts import Share
+    from clusterddp.spec.hosts import Share, SshPython
     from clusterddp.spec.model import JobSpec
-    from clusterddp.spec.ssh_section import SshPython
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import free_bytes
-from clusterddp.spec.image_sets import FOLDER, IMAGE_SETS, is_there, kept_side
+from clusterddp.spec.train import FOLDER, IMAGE_SETS, is_there, kept_side
 from clusterddp.system.units import format_bytes
 from clusterddp.train.data.download import download_once, import_datasets, log, missing_error
 

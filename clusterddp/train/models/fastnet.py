@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.spec.image_sets import fits_fastnet
+from clusterddp.spec.train import fits_fastnet
 from clusterddp.train.models.conv3x3 import Conv3x3
 
 _WHITEN_KERNEL = 2

@@ -14,8 +14,7 @@ import torch
 from PIL import Image
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.spec.image_sets import BUILT_IN, IMAGE_SETS
-from clusterddp.spec.train import TrainSpec
+from clusterddp.spec.train import BUILT_IN, IMAGE_SETS, TrainSpec
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.data.download import import_datasets, import_torchvision
 from clusterddp.train.data.image_files import demand_memory

@@ -17,8 +17,8 @@ from clusterddp.launchers.slurm.launcher import SlurmLauncher
 from clusterddp.planning import prerequisites
 from clusterddp.planning.plan import Plan
 from clusterddp.planning.prerequisites import storage_notes
-from clusterddp.spec.image_sets import NAMES, is_there
 from clusterddp.spec.load import load_spec
+from clusterddp.spec.train import NAMES, is_there
 from clusterddp.submission.submit import submit
 from clusterddp.system.storage import Mount
 from tests.support.launch_runs import plan_text

@@ -11,9 +11,9 @@ import pytest
 from pydantic import ValidationError
 
 from clusterddp.errors import SpecError
+from clusterddp.spec.fields import Duration
 from clusterddp.spec.load import load_spec, resolved_yaml
 from clusterddp.spec.model import EntrySpec, JobSpec, Resources
-from clusterddp.spec.scalars import Duration
 from clusterddp.spec.train import TrainSpec
 
 

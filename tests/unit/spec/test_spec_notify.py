@@ -9,7 +9,7 @@ import pytest
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.look.background import HIDDEN, config_texts
 from clusterddp.spec.load import load_spec
-from clusterddp.spec.notify_section import NotifySpec
+from clusterddp.spec.model import NotifySpec
 from clusterddp.spec.sweep import load_sweep
 from tests.support.launch_runs import plan_text
 

@@ -13,7 +13,7 @@ from clusterddp.errors import SpecError
 from clusterddp.ranks.environment import find_placeholders
 from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml
 from clusterddp.spec.model import JobSpec
-from clusterddp.spec.textfile import decode
+from clusterddp.spec.tree import decode
 from clusterddp.spec.yamlfile import parse
 
 bounded = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])

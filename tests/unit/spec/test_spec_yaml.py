@@ -12,8 +12,7 @@ import pytest
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.load import load_spec
-from clusterddp.spec.textfile import decode, read_bytes, read_stdin
-from clusterddp.spec.tree import ListNode, Mapping, Scalar
+from clusterddp.spec.tree import ListNode, Mapping, Scalar, decode, read_bytes, read_stdin
 from clusterddp.spec.yamlfile import parse
 
 
