@@ -33,6 +33,8 @@ from clusterddp.wire import read_object, read_value
 
 _SUM = re.compile(r"[0-9a-f]{64}")
 PREFIX = ".clusterddp-incoming-"
+_MARK = ".clusterddp-mark-"
+"""A file by which earlier versions recognised storage that hosts share."""
 _ABANDONED_S = 1800.0
 """How long nothing is written by an upload whose agent is dead: an agent ends by itself earlier."""
 Verdict = Literal["same", "absent", "unsure", "changed", "other"]
@@ -211,9 +213,9 @@ def staging(beside: Path, body: Body | None = None) -> Iterator[Path]:
     with contextlib.suppress(OSError):
         for entry in os.scandir(beside):
             status = entry.stat(follow_symlinks=False)
-            is_ours = entry.name.startswith(PREFIX) and status.st_uid == os.getuid()
+            is_ours = entry.name.startswith((PREFIX, _MARK)) and status.st_uid == os.getuid()
             if is_ours and time.time() - status.st_mtime > _ABANDONED_S:
-                shutil.rmtree(entry.path, ignore_errors=True)
+                shutil.rmtree(entry.path) if entry.is_dir(follow_symlinks=False) else os.unlink(entry.path)
     place = beside / f"{PREFIX}{secrets.token_hex(8)}"
     place.mkdir(mode=0o700)
     try:

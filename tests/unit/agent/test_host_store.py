@@ -420,7 +420,10 @@ def test_what_a_killed_writer_left_is_removed_by_a_later_one(tmp_path: Path) -> 
     left = tmp_path / ".clusterddp-incoming-0123" / "tree"
     left.mkdir(parents=True)
     long_ago = time.time() - _ABANDONED_S - 60
-    os.utime(left.parent, (long_ago, long_ago))
+    mark = tmp_path / ".clusterddp-mark-0123"
+    mark.touch()
+    for place in (left.parent, mark):
+        os.utime(place, (long_ago, long_ago))
     with staging(tmp_path) as tree:
         assert list(tmp_path.iterdir()) == [tree.parent]
 
