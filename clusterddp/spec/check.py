@@ -190,77 +190,64 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     """Find the values of `job` that conflict."""
     if job.train is not None and job.entry is not None:
         yield Conflict(
-            keys=("entry", "train"),
-            message="a spec has either train or entry, this one has both",
-            hint="~train or ~entry on the command line drops one of them",
+            ("entry", "train"),
+            "a spec has either train or entry, this one has both",
+            "~train or ~entry on the command line drops one of them",
         )
     if job.entry is not None:
         yield from entry_conflicts(job.entry)
     if job.train is not None:
-        yield from train_conflicts(job.train, job)
-    yield from _size_conflicts(job)
-    yield from _network_conflicts(job)
-    yield from _device_conflicts(job)
-    yield from _name_conflicts(job)
+        yield from _train_conflicts(job.train, job)
+    yield from _machine_conflicts(job)
+    for index, name in enumerate(job.secrets):
+        if name in job.env:
+            yield Conflict((f"env.{name}",), "is also under secrets; a secret has no value in the spec")
+        if name in job.secrets[:index]:
+            yield Conflict((f"secrets.{index}",), f"{name} is named twice")
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
     yield from notify_conflicts(job)
 
 
-def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    resources = job.resources
-    if resources.world_size > MAX_RANKS and job.launcher != "ssh":  # of ssh, see ssh_section
+def _machine_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Find conflicts of the sizes, the devices and the network."""
+    resources, network = job.resources, job.network
+    if resources.world_size > MAX_RANKS and job.launcher != "ssh":  # of ssh, see hosts
         yield Conflict(
-            keys=("resources.nodes", "resources.procs_per_node", "resources.gpus_per_node"),
-            message=f"{resources.nodes} nodes x {resources.ranks_per_node} = {resources.world_size} ranks, "
+            ("resources.nodes", "resources.procs_per_node", "resources.gpus_per_node"),
+            f"{resources.nodes} nodes x {resources.ranks_per_node} = {resources.world_size} ranks, "
             f"expected at most {MAX_RANKS}",
         )
     gpus = resources.gpus_per_node
     if gpus and job.device != "cpu" and resources.ranks_per_node > gpus:
         yield Conflict(
-            keys=("resources.procs_per_node", "resources.gpus_per_node"),
-            message=f"{resources.ranks_per_node} ranks on each node share {gpus} GPUs, expected one rank per GPU",
-            hint="leave procs_per_node out: it follows gpus_per_node",
+            ("resources.procs_per_node", "resources.gpus_per_node"),
+            f"{resources.ranks_per_node} ranks on each node share {gpus} GPUs, expected one rank per GPU",
+            "leave procs_per_node out: it follows gpus_per_node",
         )
-
-
-def _network_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    if job.network.init == "file" and job.launcher == "ssh" and job.resources.nodes > 1:
+    if network.init == "file" and job.launcher == "ssh" and resources.nodes > 1:
         yield Conflict(
-            keys=("network.init", "launcher"),
-            message="file needs a directory that all ranks share, and hosts over SSH share none",
-            hint="init: tcp, or env",
+            ("network.init", "launcher"),
+            "file needs a directory that all ranks share, and hosts over SSH share none",
+            "init: tcp, or env",
         )
-    silence, heartbeat = job.network.host_silence, job.network.heartbeat_timeout
+    silence, heartbeat = network.host_silence, network.heartbeat_timeout
     silence_s = silence.seconds if silence else HOST_SILENCE_S
     if heartbeat and heartbeat.seconds < silence_s:
         yield Conflict(
-            keys=("network.heartbeat_timeout", "network.host_silence"),
-            message=f"a heartbeat timeout of {heartbeat.seconds} s is shorter than host_silence, {silence_s:g} s; "
+            ("network.heartbeat_timeout", "network.host_silence"),
+            f"a heartbeat timeout of {heartbeat.seconds} s is shorter than host_silence, {silence_s:g} s; "
             "expected at least as much",
-            hint="a host that does not answer sends no heartbeats: lower network.host_silence, too",
+            "a host that does not answer sends no heartbeats: lower network.host_silence, too",
         )
-
-
-def _device_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    if job.device == "cuda" and job.resources.gpus_per_node == 0:
+    if job.device == "cuda" and resources.gpus_per_node == 0:
+        yield Conflict(("resources.gpus_per_node", "device"), "device cuda needs GPUs, found 0 on each node")
+    if network.backend == "nccl" and job.cpu_reason:
         yield Conflict(
-            keys=("resources.gpus_per_node", "device"), message="device cuda needs GPUs, found 0 on each node"
+            ("network.backend", "device", "resources.gpus_per_node"),
+            f"nccl needs GPUs, and {job.cpu_reason}",
+            "gloo works on the CPU; auto chooses it there",
         )
-    if job.network.backend == "nccl" and job.cpu_reason:
-        yield Conflict(
-            keys=("network.backend", "device", "resources.gpus_per_node"),
-            message=f"nccl needs GPUs, and {job.cpu_reason}",
-            hint="gloo works on the CPU; auto chooses it there",
-        )
-
-
-def _name_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    for index, name in enumerate(job.secrets):
-        if name in job.env:
-            yield Conflict(keys=(f"env.{name}",), message="is also under secrets; a secret has no value in the spec")
-        if name in job.secrets[:index]:
-            yield Conflict(keys=(f"secrets.{index}",), message=f"{name} is named twice")
 
 
 def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
@@ -268,128 +255,110 @@ def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
     for name, value in options.items():
         problem = option_problem(name, value)
         if problem:
-            yield Conflict(keys=(f"slurm.{name}",), message=problem[0], hint=problem[1])
+            yield Conflict((f"slurm.{name}",), problem[0], problem[1])
     memory = [name for name in options if name in MEMORY_OPTIONS and options[name]]
     if memory and job.resources.memory_gb is not None:
         yield Conflict(
-            keys=(f"slurm.{memory[0]}", "resources.memory_gb"),
-            message="resources.memory_gb asks for memory too, expected one of them",
+            (f"slurm.{memory[0]}", "resources.memory_gb"),
+            "resources.memory_gb asks for memory too, expected one of them",
         )
     gpus = [name for name in options if name in GPU_OPTIONS and options[name]]
     if gpus and job.cpu_reason and asks_for_gpus(options):
         yield Conflict(
-            keys=(f"slurm.{gpus[0]}", "device"),
-            message=f"asks for GPUs, and {job.cpu_reason}",
-            hint=f"slurm.{gpus[0]}=false leaves it out",
+            (f"slurm.{gpus[0]}", "device"),
+            f"asks for GPUs, and {job.cpu_reason}",
+            f"slurm.{gpus[0]}=false leaves it out",
         )
     if options.get("dependency") and job.after:
-        yield Conflict(keys=("slurm.dependency", "after"), message="after sets it, expected one of them")
+        yield Conflict(("slurm.dependency", "after"), "after sets it, expected one of them")
 
 
-def train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
-    """Yield values that conflict."""
+def _train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
     yield from _image_conflicts(train)
-    yield from _optimizer_conflicts(train)
-    yield from _forward_conflicts(train)
-    yield from _strategy_conflicts(train, job)
-    if train.dataset in ("shapes", "random") and train.samples is not None and train.samples < 5:
-        yield Conflict(
-            keys=("train.samples", "train.dataset"),
-            message=f"found {train.samples}, expected at least 5 generated images (a fifth of them are for the test)",
-        )
-    if train.sync_bn and job.cpu_reason:
-        yield Conflict(
-            keys=("train.sync_bn", "device", "resources.gpus_per_node"),
-            message=f"torch's SyncBatchNorm works on GPUs only, and {job.cpu_reason}",
-            hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
-        )
-
-
-def _image_conflicts(train: TrainSpec) -> Iterator[Conflict]:
-    if train.dataset == FOLDER and train.data_dir is None:
-        yield Conflict(
-            keys=("train.data_dir", "train.dataset"),
-            message="dataset folder reads data_dir/train and data_dir/test, and no data_dir is set",
-        )
-    if train.dataset in IMAGE_SETS and IMAGE_SETS[train.dataset].side is None and train.image_size is None:
-        yield Conflict(
-            keys=("train.image_size", "train.dataset"),
-            message=f"{train.dataset} has images of many sizes, and no image_size is set",
-            hint="image_size: 224 brings all of them to 224x224",
-        )
-    own = BUILT_IN.get(train.dataset)
-    if own is not None and train.image_size is not None and train.image_size < own:
-        yield Conflict(
-            keys=("train.image_size", "train.dataset"),
-            message=f"found {train.image_size}, expected at least {own}, the size of {train.dataset}'s images",
-        )
-    side = train.image_size or own_side(train.dataset)
-    if train.model == "fastnet" and side is not None and not fits_fastnet(side):
-        yield Conflict(
-            keys=("train.model", "train.image_size", "train.dataset"),
-            message=f"fastnet is for images of 32x32 pixels (25 to 48 will do), and these have {side}x{side}",
-            hint="resnet18 takes any size",
-        )
-    kept = kept_side(train.dataset, train.image_size)
-    for name, pixels in (("translate", train.translate), ("cutout", train.cutout)):
-        if kept is not None and pixels >= kept:
-            yield Conflict(
-                keys=(f"train.{name}",),
-                message=f"found {pixels}, expected less than {kept}: the images are kept at {kept}x{kept}",
-            )
-
-
-def _forward_conflicts(train: TrainSpec) -> Iterator[Conflict]:
-    if train.sync_bn and train.model == "fastnet":
-        yield Conflict(
-            keys=("train.sync_bn", "train.model"),
-            message="fastnet has a batch norm of its own form, which torch's SyncBatchNorm would replace",
-            hint="resnet18 can do it",
-        )
-    if train.compile == "max" and train.deterministic:
-        yield Conflict(
-            keys=("train.compile", "train.deterministic"),
-            message="max chooses kernels by timing them, so two runs may come to other last bits",
-            hint="train.compile: always repeats",
-        )
-    if train.strategy == "dp" and train.compile in ("always", "max"):
-        yield Conflict(
-            keys=("train.compile", "train.strategy"),
-            message="DataParallel's copies of the model, new in each step, cannot be compiled",
-            hint="strategy none or ddp on one GPU compiles",
-        )
-
-
-def _optimizer_conflicts(train: TrainSpec) -> Iterator[Conflict]:
     if train.optimizer == "adam" and train.lr_scaling == "linear":
         yield Conflict(
-            keys=("train.lr_scaling", "train.optimizer"),
-            message="adam's steps do not grow with the batch, so its learning rate must not either",
-            hint="leave lr_scaling out; to follow a published recipe, write the scaled rate into train.lr",
+            ("train.lr_scaling", "train.optimizer"),
+            "adam's steps do not grow with the batch, so its learning rate must not either",
+            "leave lr_scaling out; to follow a published recipe, write the scaled rate into train.lr",
         )
     if train.optimizer != "adam" and train.nesterov and train.momentum == 0:
         yield Conflict(
-            keys=("train.momentum", "train.nesterov"),
-            message="nesterov needs a momentum above 0",
-            hint="train.nesterov: false is plain SGD",
+            ("train.momentum", "train.nesterov"),
+            "nesterov needs a momentum above 0",
+            "train.nesterov: false is plain SGD",
         )
-
-
-def _strategy_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
-    if train.strategy == "ddp":
-        return
-    if job.resources.world_size > 1:
+    if train.sync_bn and train.model == "fastnet":
+        yield Conflict(
+            ("train.sync_bn", "train.model"),
+            "fastnet has a batch norm of its own form, which torch's SyncBatchNorm would replace",
+            "resnet18 can do it",
+        )
+    if train.compile == "max" and train.deterministic:
+        yield Conflict(
+            ("train.compile", "train.deterministic"),
+            "max chooses kernels by timing them, so two runs may come to other last bits",
+            "train.compile: always repeats",
+        )
+    if train.strategy == "dp" and train.compile in ("always", "max"):
+        yield Conflict(
+            ("train.compile", "train.strategy"),
+            "DataParallel's copies of the model, new in each step, cannot be compiled",
+            "strategy none or ddp on one GPU compiles",
+        )
+    if train.strategy != "ddp" and job.resources.world_size > 1:
         hint = (
             "resources.procs_per_node: 1, and gpus_per_node as many as it shall drive"
             if train.strategy == "dp"
             else None
         )
         yield Conflict(
-            keys=("train.strategy", "resources.procs_per_node", "resources.nodes"),
-            message=f"{train.strategy} is one process, and the run has {job.resources.world_size} ranks",
-            hint=hint,
+            ("train.strategy", "resources.procs_per_node", "resources.nodes"),
+            f"{train.strategy} is one process, and the run has {job.resources.world_size} ranks",
+            hint,
         )
-    if train.comm != "exact":
+    if train.strategy != "ddp" and train.comm != "exact":
+        yield Conflict(("train.comm", "train.strategy"), f"{train.comm} is between ranks, and {train.strategy} is one")
+    if train.sync_bn and job.cpu_reason:
         yield Conflict(
-            keys=("train.comm", "train.strategy"), message=f"{train.comm} is between ranks, and {train.strategy} is one"
+            ("train.sync_bn", "device", "resources.gpus_per_node"),
+            f"torch's SyncBatchNorm works on GPUs only, and {job.cpu_reason}",
+            "leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
+        )
+
+
+def _image_conflicts(train: TrainSpec) -> Iterator[Conflict]:
+    if train.dataset == FOLDER and train.data_dir is None:
+        yield Conflict(
+            ("train.data_dir", "train.dataset"),
+            "dataset folder reads data_dir/train and data_dir/test, and no data_dir is set",
+        )
+    if train.dataset in IMAGE_SETS and IMAGE_SETS[train.dataset].side is None and train.image_size is None:
+        yield Conflict(
+            ("train.image_size", "train.dataset"),
+            f"{train.dataset} has images of many sizes, and no image_size is set",
+            "image_size: 224 brings all of them to 224x224",
+        )
+    own = BUILT_IN.get(train.dataset)
+    if own is not None and train.image_size is not None and train.image_size < own:
+        yield Conflict(
+            ("train.image_size", "train.dataset"),
+            f"found {train.image_size}, expected at least {own}, the size of {train.dataset}'s images",
+        )
+    side = train.image_size or own_side(train.dataset)
+    if train.model == "fastnet" and side is not None and not fits_fastnet(side):
+        yield Conflict(
+            ("train.model", "train.image_size", "train.dataset"),
+            f"fastnet is for images of 32x32 pixels (25 to 48 will do), and these have {side}x{side}",
+            "resnet18 takes any size",
+        )
+    kept = kept_side(train.dataset, train.image_size)
+    for name, pixels in (("translate", train.translate), ("cutout", train.cutout)):
+        if kept is not None and pixels >= kept:
+            yield Conflict(
+                (f"train.{name}",), f"found {pixels}, expected less than {kept}: the images are kept at {kept}x{kept}"
+            )
+    if train.dataset in ("shapes", "random") and train.samples is not None and train.samples < 5:
+        yield Conflict(
+            ("train.samples", "train.dataset"),
+            f"found {train.samples}, expected at least 5 generated images (a fifth of them are for the test)",
         )

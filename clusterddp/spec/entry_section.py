@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, PlainSerializer, PlainValidator, WithJsonSchema, model_validator
 
 from clusterddp.ranks.environment import VARIABLES, find_placeholders
 from clusterddp.spec import fields
@@ -18,6 +18,7 @@ from clusterddp.spec.fields import (
     Matching,
     Section,
     Word,
+    key,
     plain,
     read_filled_text,
     read_loose_text,
@@ -111,60 +112,57 @@ Data = Annotated[dict[str, Any], BeforeValidator(read_data), WithJsonSchema({"ty
 class EntrySpec(Section):
     """A program of yours that every rank runs: a script, a module, a function or a command."""
 
-    script: fields.Text | None = Field(default=None, description="Path of a Python script, from where you submit.")
-    module: fields.Module | None = Field(default=None, description="Dotted name of a module, as for python -m.")
-    function: Function | None = Field(
-        default=None,
-        description="A Python function that is called with args and kwargs: package.module:function, or "
-        "path/file.py:function.",
+    script: fields.Text | None = key(None, "Path of a Python script, from where you submit.")
+    module: fields.Module | None = key(None, "Dotted name of a module, as for python -m.")
+    function: Function | None = key(
+        None,
+        "A Python function that is called with args and kwargs: package.module:function, or path/file.py:function.",
     )
-    command: Command | None = Field(
-        default=None,
-        description="A command of any kind: a list of words, or text that is split into words as a shell would; no "
-        "shell reads it unless shell is true.",
+    command: Command | None = key(
+        None,
+        "A command of any kind: a list of words, or text that is split into words as a shell would; no shell reads it "
+        "unless shell is true.",
     )
-    shell: fields.Switch = Field(
-        default=False,
-        description="Hand command to /bin/sh as it is: it has variables ($RANK, $MASTER_ADDR, "
-        "$CLUSTERDDP_INIT_METHOD, ...) in place of placeholders, and args as $1, $2, ...",
+    shell: fields.Switch = key(
+        False,
+        "Hand command to /bin/sh as it is: it has variables ($RANK, $MASTER_ADDR, $CLUSTERDDP_INIT_METHOD, ...) in "
+        "place of placeholders, and args as $1, $2, ...",
     )
-    args: tuple[Argument, ...] = Field(
-        default=(),
-        description="Arguments of the program, each passed on unchanged but for placeholders such as {rank} or "
-        "{init_method}; for a function: values of any kind.",
+    args: tuple[Argument, ...] = key(
+        (),
+        "Arguments of the program, each passed on unchanged but for placeholders such as {rank} or {init_method}; for "
+        "a function: values of any kind.",
     )
-    kwargs: Data = Field(default={}, description="Arguments of a function by their names.")
-    owns_ranks: fields.Switch = Field(
-        default=False,
-        description="The program starts its ranks itself (torch.multiprocessing.spawn, torchrun): it is started once "
-        "on each node, and its variables have the node's rank and the number of ranks to start there.",
+    kwargs: Data = key({}, "Arguments of a function by their names.")
+    owns_ranks: fields.Switch = key(
+        False,
+        "The program starts its ranks itself (torch.multiprocessing.spawn, torchrun): it is started once on each "
+        "node, and its variables have the node's rank and the number of ranks to start there.",
     )
-    world_size: Annotated[Literal["auto", "processes", "machines"], Word] = Field(
-        default="auto",
-        description="What {world_size} and {rank} count; with owns_ranks the variables WORLD_SIZE and RANK, too. auto: "
-        "processes; machines with owns_ranks.",
+    world_size: Annotated[Literal["auto", "processes", "machines"], Word] = key(
+        "auto",
+        "What {world_size} and {rank} count; with owns_ranks the variables WORLD_SIZE and RANK, too. auto: processes; "
+        "machines with owns_ranks.",
     )
-    local_rank_arg: fields.Switch = Field(
-        default=False,
-        description="Put --local_rank=N before the arguments, as torch.distributed.launch does.",
+    local_rank_arg: fields.Switch = key(
+        False, "Put --local_rank=N before the arguments, as torch.distributed.launch does."
     )
-    fork: fields.Switch = Field(
-        default=True,
-        description="A node's ranks are forked from one process that has imported torch and numpy for all of them, "
-        "where a supervisor starts several ranks of a Python program; false: each rank is a Python of its own, "
-        "which imports nothing before the program.",
+    fork: fields.Switch = key(
+        True,
+        "A node's ranks are forked from one process that has imported torch and numpy for all of them, where a "
+        "supervisor starts several ranks of a Python program; false: each rank is a Python of its own, which imports "
+        "nothing before the program.",
     )
-    stop_signal: Annotated[Literal["none", "TERM", "INT", "HUP", "USR1", "USR2"], Word] = Field(
-        default="none",
-        description="Signal that asks a command to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; "
-        "ending by it is no failure then.",
+    stop_signal: Annotated[Literal["none", "TERM", "INT", "HUP", "USR1", "USR2"], Word] = key(
+        "none",
+        "Signal that asks a command to stop, for one that does not look at $CLUSTERDDP_STOP_FILE; ending by it is no "
+        "failure then.",
     )
-    data_dir: fields.Text | None = Field(
-        default=None, description="Directory of the data on every node, for {data_dir}; over SSH a path on the hosts."
+    data_dir: fields.Text | None = key(
+        None, "Directory of the data on every node, for {data_dir}; over SSH a path on the hosts."
     )
-    output_dir: fields.Text | None = Field(
-        default=None,
-        description="Directory for results, for {output_dir}; it is made. Default: output/ in the run's directory.",
+    output_dir: fields.Text | None = key(
+        None, "Directory for results, for {output_dir}; it is made. Default: output/ in the run's directory."
     )
 
     @property
@@ -193,78 +191,66 @@ def entry_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
     """Yield values that conflict."""
     named = [kind for kind in PROGRAMS if getattr(entry, kind) is not None]
     if not named:
-        yield Conflict(keys=("entry",), message=f"names nothing to run, {_ONE_OF_THEM}")
+        yield Conflict(("entry",), f"names nothing to run, {_ONE_OF_THEM}")
     if len(named) > 1:
         found = f"has {', '.join(named[:-1])} and {named[-1]}"
-        yield Conflict(keys=tuple(f"entry.{kind}" for kind in reversed(named)), message=f"{found}, {_ONE_OF_THEM}")
+        yield Conflict(tuple(f"entry.{kind}" for kind in reversed(named)), f"{found}, {_ONE_OF_THEM}")
     if entry.kwargs and entry.function is None:
         yield Conflict(
-            keys=("entry.kwargs",),
-            message="is for a function, and there is none",
-            hint=f"entry.args.{next(iter(entry.kwargs))}=... sets the option --{next(iter(entry.kwargs))} of a program",
+            ("entry.kwargs",),
+            "is for a function, and there is none",
+            f"entry.args.{next(iter(entry.kwargs))}=... sets the option --{next(iter(entry.kwargs))} of a program",
         )
     if entry.stop_signal != "none" and entry.command is None:
         yield Conflict(
-            keys=("entry.stop_signal",),
-            message="is for a command",
-            hint="Python code asks clusterddp.should_stop(), or looks for the file $CLUSTERDDP_STOP_FILE",
+            ("entry.stop_signal",),
+            "is for a command",
+            "Python code asks clusterddp.should_stop(), or looks for the file $CLUSTERDDP_STOP_FILE",
         )
-    yield from _shell_conflicts(entry)
-    yield from _local_rank_conflicts(entry)
-    for key, text in _texts(entry):
-        yield from _placeholder_conflicts(entry, key, text)
-
-
-def _shell_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
-    if not entry.shell:
-        return
-    if not isinstance(entry.command, str):
+    if entry.shell and not isinstance(entry.command, str):
         what = "a list of words" if entry.command else "no command"
-        yield Conflict(
-            keys=("entry.shell", "entry.command"), message=f"a shell reads text, found {what}", hint='command: "a && b"'
-        )
-        return
-    for name in find_placeholders(entry.command):
+        yield Conflict(("entry.shell", "entry.command"), f"a shell reads text, found {what}", 'command: "a && b"')
+    for name in find_placeholders(entry.command) if entry.shell and isinstance(entry.command, str) else ():
         if name in VARIABLES:
             yield Conflict(
-                keys=("entry.command",),
-                message=f"{{{name}}} stays as it is in text for a shell",
-                hint=f"a shell has variables: ${VARIABLES[name][0]}",
+                ("entry.command",),
+                f"{{{name}}} stays as it is in text for a shell",
+                f"a shell has variables: ${VARIABLES[name][0]}",
             )
+    yield from _local_rank_conflicts(entry)
+    for dotted, text in _texts(entry):
+        yield from _placeholder_conflicts(entry, dotted, text)
 
 
 def _local_rank_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
-    if not entry.local_rank_arg:
-        return
-    if entry.script is None and entry.module is None:
+    if entry.local_rank_arg and entry.script is None and entry.module is None:
         yield Conflict(
-            keys=("entry.local_rank_arg",),
-            message="is for a script or a module",
-            hint='"{local_rank}" among the arguments of a command or function becomes the number',
+            ("entry.local_rank_arg",),
+            "is for a script or a module",
+            '"{local_rank}" among the arguments of a command or function becomes the number',
         )
-    if entry.owns_ranks:
+    if entry.local_rank_arg and entry.owns_ranks:
         yield Conflict(
-            keys=("entry.local_rank_arg", "entry.owns_ranks"),
-            message="a program that starts its ranks itself is no local rank",
+            ("entry.local_rank_arg", "entry.owns_ranks"), "a program that starts its ranks itself is no local rank"
         )
 
 
-def _placeholder_conflicts(entry: EntrySpec, key: str, text: str) -> Iterator[Conflict]:
+def _placeholder_conflicts(entry: EntrySpec, dotted: str, text: str) -> Iterator[Conflict]:
     for name in find_placeholders(text):
         if name not in VARIABLES:
             meant = did_you_mean(name, VARIABLES)
             yield Conflict(
-                keys=(key,),
-                message=f"unknown placeholder {{{name}}}{meant}",
-                hint=f"there are {', '.join(VARIABLES)}; {{{{{name}}}}} stands for the text {{{name}}}",
+                (dotted,),
+                f"unknown placeholder {{{name}}}{meant}",
+                f"there are {', '.join(VARIABLES)}; {{{{{name}}}}} stands for the text {{{name}}}",
             )
         elif name == "data_dir" and entry.data_dir is None:
-            yield Conflict(keys=(key,), message="{data_dir} has no value", hint="entry.data_dir sets it")
+            yield Conflict((dotted,), "{data_dir} has no value", "entry.data_dir sets it")
         elif name == "local_rank" and entry.owns_ranks:
             yield Conflict(
-                keys=(key, "entry.owns_ranks"),
-                message="{local_rank} has no value: the program starts its ranks itself",
-                hint="{procs_per_node} is how many to start on each node",
+                (dotted, "entry.owns_ranks"),
+                "{local_rank} has no value: the program starts its ranks itself",
+                "{procs_per_node} is how many to start on each node",
             )
 
 

@@ -13,10 +13,9 @@ import math
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, NoReturn, TypeAlias, get_args, get_origin
+from typing import Annotated, Any, ClassVar, Literal, NoReturn, TypeAlias, get_args, get_origin
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -46,6 +45,8 @@ class Section(BaseModel):
     """A part of the spec: frozen, and strict about keys."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
+    aliases: ClassVar[dict[str, str]] = {}
+    """Other spellings of keys -> the keys."""
 
     @model_validator(mode="before")
     @classmethod
@@ -56,7 +57,12 @@ class Section(BaseModel):
         return {key: value for key, value in data.items() if value is not None or key not in _containers(cls)}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+def key(default: Any, description: str, **limits: Any) -> Any:
+    """Return a field of a section, with the text that explains it in `clusterddp schema`; `...`: it has no default."""
+    return Field(default, description=description, **limits)
+
+
+@dataclass(frozen=True, slots=True)
 class Conflict:
     """Values that conflict. `keys`: their dotted keys; the problem points at the first one that is written."""
 
@@ -76,11 +82,7 @@ def keys_of(section: AnySection) -> dict[str, AnySection | None]:
 @functools.cache
 def spellings(section: AnySection) -> dict[str, str]:
     """Map every spelling of a section's keys, aliases among them, to the key itself."""
-    names = {name: name for name in keys_of(section)}
-    for name, field in section.model_fields.items() if issubclass(section, BaseModel) else ():
-        if isinstance(field.validation_alias, AliasChoices):
-            names |= {str(alias): name for alias in field.validation_alias.choices}
-    return names
+    return {name: name for name in keys_of(section)} | getattr(section, "aliases", {})
 
 
 @functools.cache

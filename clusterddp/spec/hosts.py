@@ -11,14 +11,14 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from pydantic import AliasChoices, Field, SerializerFunctionWrapHandler, field_validator, model_serializer
+from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer
 
 from clusterddp.errors import ClusterddpError, Problem, SpecError, UsageError
 from clusterddp.network.hostlist import count, expand
 from clusterddp.spec import fields
-from clusterddp.spec.fields import FETCHABLE, MAX_HOSTS, MAX_RANKS, Conflict, Section, problem
+from clusterddp.spec.fields import FETCHABLE, MAX_HOSTS, MAX_RANKS, Conflict, Section, key, problem
 from clusterddp.spec.layers import Override
 from clusterddp.spec.tree import (
     LINE_BREAK,
@@ -49,13 +49,13 @@ _NAME_HOSTS = (
 class SshPython(Section):
     """Which Python runs the ranks on a host."""
 
-    python: fields.Line | None = Field(
-        default=None, description="Python there, 3.10 or newer and with torch: a command or a path; default: python3."
+    python: fields.Line | None = key(
+        None, "Python there, 3.10 or newer and with torch: a command or a path; default: python3."
     )
-    venv: fields.Line | None = Field(default=None, description="Virtual environment there, from / or ~/.")
-    conda: fields.Line | None = Field(default=None, description="Conda environment there, by its name or its path.")
-    modules: tuple[fields.ModuleName, ...] = Field(
-        default=(), description="Environment modules that are loaded there first, as for module load."
+    venv: fields.Line | None = key(None, "Virtual environment there, from / or ~/.")
+    conda: fields.Line | None = key(None, "Conda environment there, by its name or its path.")
+    modules: tuple[fields.ModuleName, ...] = key(
+        (), "Environment modules that are loaded there first, as for module load."
     )
 
     @property
@@ -67,15 +67,13 @@ class SshPython(Section):
 class SshHost(SshPython):
     """A machine that is reached by SSH; the section has the defaults of its Python."""
 
-    host: fields.Host = Field(description='Name or alias from ssh_config, or a set of them such as "gpu[02-04]".')
-    gpus: fields.GpuCount | None = Field(
-        default=None,
-        validation_alias=AliasChoices("gpus", "slots"),
-        description="GPUs to use on each of them, one rank each; default: gpus_per_node. Alias: slots.",
+    aliases: ClassVar = {"slots": "gpus"}
+
+    host: fields.Host = key(..., 'Name or alias from ssh_config, or a set of them such as "gpu[02-04]".')
+    gpus: fields.GpuCount | None = key(
+        None, "GPUs to use on each of them, one rank each; default: gpus_per_node. Alias: slots."
     )
-    host_key: fields.HostKey | None = Field(
-        default=None, description="Its host key, which must be this one: SHA256:... or a public key."
-    )
+    host_key: fields.HostKey | None = key(None, "Its host key, which must be this one: SHA256:... or a public key.")
 
     @model_serializer(mode="wrap")
     def _leave_out_defaults(self, to_dict: SerializerFunctionWrapHandler) -> dict[str, Any]:
@@ -85,23 +83,21 @@ class SshHost(SshPython):
 class Ssh(SshPython):
     """Where the ssh launcher starts the nodes."""
 
-    hosts: tuple[SshHost, ...] = Field(
-        default=(),
-        description="Hosts in the order of the nodes: names, sets, or {host, gpus, ...}; --hosts and --hostfile "
-        "name them on the command line. At most 4,096 hosts.",
+    hosts: tuple[SshHost, ...] = key(
+        (),
+        "Hosts in the order of the nodes: names, sets, or {host, gpus, ...}; --hosts and --hostfile name them on the "
+        "command line. At most 4,096 hosts.",
     )
-    dir: fields.RemotePath = Field(
-        default=_HOST_DIR, description="Directory of everything that clusterddp writes on a host, from / or ~/."
+    dir: fields.RemotePath = key(_HOST_DIR, "Directory of everything that clusterddp writes on a host, from / or ~/.")
+    send: dict[fields.Line, fields.RemotePath] = key(
+        {},
+        "Files and directories that are sent before the start, {LOCAL: ON_HOST}, ON_HOST from / or ~/. Files with the "
+        "same content on the host are not sent again.",
     )
-    send: dict[fields.Line, fields.RemotePath] = Field(
-        default={},
-        description="Files and directories that are sent before the start, {LOCAL: ON_HOST}, ON_HOST from / or ~/. "
-        "Files with the same content on the host are not sent again.",
-    )
-    fetch: fields.Fetch = Field(
-        default=FETCHABLE,
-        description="What is copied back into the run's directory when the run has ended: a list of logs, metrics and "
-        "checkpoints (with the first host's output/), or all, or none.",
+    fetch: fields.Fetch = key(
+        FETCHABLE,
+        "What is copied back into the run's directory when the run has ended: a list of logs, metrics and checkpoints "
+        "(with the first host's output/), or all, or none.",
     )
 
     @field_validator("hosts", mode="before")
@@ -116,31 +112,14 @@ class Ssh(SshPython):
 class Login(SshPython):
     """A host that the user's own ssh reaches, from which jobs are submitted."""
 
-    host: fields.Host = Field(description="Name or alias from ssh_config.")
-    dir: fields.RemotePath = Field(
-        default=_HOST_DIR, description="Directory there for clusterddp and the code; the nodes have to see it."
-    )
-    runs_dir: fields.RemotePath = Field(
-        default="~/clusterddp-runs", description="Directory of the runs there; the nodes have to see it."
-    )
+    host: fields.Host = key(..., "Name or alias from ssh_config.")
+    dir: fields.RemotePath = key(_HOST_DIR, "Directory there for clusterddp and the code; the nodes have to see it.")
+    runs_dir: fields.RemotePath = key("~/clusterddp-runs", "Directory of the runs there; the nodes have to see it.")
 
 
 def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
     """Find values that conflict in the ssh section and, for the ssh launcher, with other sections."""
-    yield from _twice(job)
-    yield from _two_pythons(job)
-    yield from _same_target(job)
-    if job.launcher != "ssh":
-        return
-    if not job.ssh.hosts:
-        yield Conflict(keys=("ssh.hosts", "launcher"), message="launcher ssh has no hosts", hint=_NAME_HOSTS)
-        return
-    yield from _size_conflicts(job)
-    yield from _path_conflicts(job)
-
-
-def _twice(job: JobSpec) -> Iterator[Conflict]:
-    """Find hosts that are listed twice; report the first of each item of the list."""
+    # Hosts that are named twice: the first of each item of the list is reported.
     first: dict[str, SshHost] = {}
     again: dict[int, list[SshHost]] = {}
     for index, host in expand_hosts(job.ssh.hosts):
@@ -152,66 +131,60 @@ def _twice(job: JobSpec) -> Iterator[Conflict]:
             f"if {others} + {gpus} are meant, name it once with {others + gpus}" if gpus and others else "name it once"
         )
         yield Conflict(
-            keys=(f"ssh.hosts.{index}",),
-            message=f"{host.host} is named twice" + (f", and so are {len(more)} more" if more else ""),
-            hint=f"{sums}: each host is one node",
+            (f"ssh.hosts.{index}",),
+            f"{host.host} is named twice" + (f", and so are {len(more)} more" if more else ""),
+            f"{sums}: each host is one node",
         )
-
-
-def _two_pythons(job: JobSpec) -> Iterator[Conflict]:
     places = [("ssh", job.ssh), *((f"ssh.hosts.{index}", host) for index, host in enumerate(job.ssh.hosts))]
     for place, python in places:
         if python.python_problem:
-            yield Conflict(keys=(f"{place}.conda", f"{place}.venv"), message=python.python_problem)
-
-
-def _same_target(job: JobSpec) -> Iterator[Conflict]:
+            yield Conflict((f"{place}.conda", f"{place}.venv"), python.python_problem)
     for (_, one), (source, other) in combinations(job.ssh.send.items(), 2):
         if one == other or f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/"):
             yield Conflict(
-                keys=(f"ssh.send.{source}", "ssh.send"),
-                message=f"{other} on the hosts is or holds another's place, {one}",
+                (f"ssh.send.{source}", "ssh.send"), f"{other} on the hosts is or holds another's place, {one}"
             )
+    if job.launcher == "ssh" and not job.ssh.hosts:
+        yield Conflict(("ssh.hosts", "launcher"), "launcher ssh has no hosts", _NAME_HOSTS)
+    elif job.launcher == "ssh":
+        yield from _launcher_conflicts(job)
 
 
-def _size_conflicts(job: JobSpec) -> Iterator[Conflict]:
+def _launcher_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Find values of other sections with which the ssh launcher cannot start."""
     shares = share_out(job)
     if len(shares) < job.resources.nodes:
         hosts = "1 host" if len(shares) == 1 else f"{len(shares)} hosts"
         yield Conflict(
-            keys=("ssh.hosts", "resources.nodes"),
-            message=f"{hosts} for {job.resources.nodes} nodes",
-            hint="each host is one node; ~resources.nodes makes as many nodes as there are hosts",
+            ("ssh.hosts", "resources.nodes"),
+            f"{hosts} for {job.resources.nodes} nodes",
+            "each host is one node; ~resources.nodes makes as many nodes as there are hosts",
         )
     ranks = sum(share.ranks for share in shares)
     if ranks > MAX_RANKS:
         yield Conflict(
-            keys=("ssh.hosts", "resources.gpus_per_node"),
-            message=f"{len(shares)} hosts have {ranks} ranks, expected at most {MAX_RANKS}",
+            ("ssh.hosts", "resources.gpus_per_node"),
+            f"{len(shares)} hosts have {ranks} ranks, expected at most {MAX_RANKS}",
         )
     without = [share.host.host for share in shares if not share.gpus]
     if without and len(without) < len(shares):
         yield Conflict(
-            keys=("ssh.hosts", "resources.gpus_per_node"),
-            message=f"{without[0]} has no GPUs, and others have; nccl needs them everywhere",
-            hint="leave that host out, or --cpu runs all ranks on the CPU",
+            ("ssh.hosts", "resources.gpus_per_node"),
+            f"{without[0]} has no GPUs, and others have; nccl needs them everywhere",
+            "leave that host out, or --cpu runs all ranks on the CPU",
         )
-
-
-def _path_conflicts(job: JobSpec) -> Iterator[Conflict]:
     section = "train" if job.train else "entry"
     data_dir = job.train.data_dir if job.train else job.entry.data_dir if job.entry else None
     if data_dir is not None and not data_dir.startswith(("/", "~/")):
         yield Conflict(
-            keys=(f"{section}.data_dir", "launcher"),
-            message=f'found "{data_dir}", expected a path on the hosts, from / or ~/',
-            hint=f"ssh: {{send: {{{data_dir}: ~/data}}}} sends it, {section}.data_dir: ~/data is where it is then",
+            (f"{section}.data_dir", "launcher"),
+            f'found "{data_dir}", expected a path on the hosts, from / or ~/',
+            f"ssh: {{send: {{{data_dir}: ~/data}}}} sends it, {section}.data_dir: ~/data is where it is then",
         )
     output_dir = job.entry.output_dir if job.entry else None
     if output_dir is not None and not output_dir.startswith(("/", "~/")):
         yield Conflict(
-            keys=("entry.output_dir", "launcher"),
-            message=f'found "{output_dir}", expected a path on the hosts, from / or ~/',
+            ("entry.output_dir", "launcher"), f'found "{output_dir}", expected a path on the hosts, from / or ~/'
         )
 
 

@@ -9,9 +9,9 @@ import re
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AliasChoices, BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import BeforeValidator, WithJsonSchema, model_validator
 
 from clusterddp.spec import fields
 from clusterddp.spec.entry_section import PROGRAMS, Command, EntrySpec
@@ -21,6 +21,7 @@ from clusterddp.spec.fields import (
     Matching,
     Section,
     Word,
+    key,
     keys_of,
     problem,
     read_line,
@@ -58,29 +59,28 @@ class NotifySpec(Section):
     on: Annotated[
         tuple[Annotated[Literal["start", "end", "fail", "requeue", "hang"], Word], ...],
         BeforeValidator(read_events),
-    ] = Field(
-        default=("end",),
+    ] = key(
+        ("end",),
+        "Events: start (the ranks of an attempt run), end (the run has ended, however), fail (it has ended by a "
+        "failure), requeue (an attempt has ended and the next one follows), hang (no rank makes progress).",
         min_length=1,
-        description="Events: start (the ranks of an attempt run), end (the run has ended, however), fail (it has "
-        "ended by a failure), requeue (an attempt has ended and the next one follows), hang (no rank makes progress).",
     )
-    command: Command | None = Field(
-        default=None,
-        description="A program that is started, as a list of words or as text that is split as a shell would. Its "
-        "environment has CLUSTERDDP_RUN, CLUSTERDDP_EVENT, CLUSTERDDP_STATE, CLUSTERDDP_REASON and more, its standard "
-        "input the message as JSON. Over SSH it runs where you submit.",
+    command: Command | None = key(
+        None,
+        "A program that is started, as a list of words or as text that is split as a shell would. Its environment has "
+        "CLUSTERDDP_RUN, CLUSTERDDP_EVENT, CLUSTERDDP_STATE, CLUSTERDDP_REASON and more, its standard input the "
+        "message as JSON. Over SSH it runs where you submit.",
     )
-    webhook: Annotated[str, BeforeValidator(read_webhook), WithJsonSchema({"type": "string"})] | None = Field(
-        default=None,
-        description="${NAME}: the variable NAME of your environment has an http or https address, which gets a POST "
-        "of JSON that Slack and Mattermost accept. The variable is passed like those under secrets.",
+    webhook: Annotated[str, BeforeValidator(read_webhook), WithJsonSchema({"type": "string"})] | None = key(
+        None,
+        "${NAME}: the variable NAME of your environment has an http or https address, which gets a POST of JSON that "
+        "Slack and Mattermost accept. The variable is passed like those under secrets.",
     )
     mail: (
         Annotated[str, Matching(r"^[A-Za-z0-9_.+][A-Za-z0-9_.+=-]*(@[A-Za-z0-9][A-Za-z0-9.-]*)?$", "an address")] | None
-    ) = Field(
-        default=None,
-        description="An address or a user; on Slurm sbatch's mail-user, elsewhere sendmail sends it, over SSH "
-        "where you submit.",
+    ) = key(
+        None,
+        "An address or a user; on Slurm sbatch's mail-user, elsewhere sendmail sends it, over SSH where you submit.",
     )
 
     @property
@@ -102,16 +102,16 @@ def notify_conflicts(job: JobSpec) -> Iterator[Conflict]:
     if notify is None:
         return
     if not (notify.command or notify.webhook or notify.mail):
-        yield Conflict(keys=("notify",), message="names no command, webhook or mail, expected one of them or more")
+        yield Conflict(("notify",), "names no command, webhook or mail, expected one of them or more")
     if notify.mail and job.launcher == "slurm":
         own = [name for name in ("mail_user", "mail_type") if name in job.slurm]
         if own:
-            yield Conflict(keys=(f"slurm.{own[0]}",), message="notify.mail sets it, expected one of them")
+            yield Conflict((f"slurm.{own[0]}",), "notify.mail sets it, expected one of them")
         if not notify.mail_types:
             yield Conflict(
-                keys=("notify.on", "notify.mail"),
-                message="Slurm sends the mail, and knows no hang",
-                hint="a command or a webhook is sent by clusterddp itself",
+                ("notify.on", "notify.mail"),
+                "Slurm sends the mail, and knows no hang",
+                "a command or a webhook is sent by clusterddp itself",
             )
 
 
@@ -121,32 +121,25 @@ DIALECT = "https://json-schema.org/draft/2020-12/schema"
 class Resources(Section):
     """How many machines, ranks, GPUs and cores the run takes."""
 
-    nodes: fields.RankCount = Field(
-        default=1,
-        validation_alias=AliasChoices("nodes", "nnodes"),
-        description="Machines, or slots for them; default: 1, for the ssh launcher the number of hosts. Alias: nnodes.",
+    aliases: ClassVar = {"nnodes": "nodes", "nproc_per_node": "procs_per_node", "ntasks_per_node": "procs_per_node"}
+
+    nodes: fields.RankCount = key(
+        1, "Machines, or slots for them; default: 1, for the ssh launcher the number of hosts. Alias: nnodes."
     )
-    procs_per_node: fields.RankCount | None = Field(
-        default=None,
-        validation_alias=AliasChoices("procs_per_node", "nproc_per_node", "ntasks_per_node"),
-        description="Ranks on each node; default: gpus_per_node, else 1. Aliases: nproc_per_node, ntasks_per_node.",
+    procs_per_node: fields.RankCount | None = key(
+        None, "Ranks on each node; default: gpus_per_node, else 1. Aliases: nproc_per_node, ntasks_per_node."
     )
-    gpus_per_node: fields.GpuCount | None = Field(
-        default=None,
-        description="GPUs on each node, one rank each; 0: none; default: one for each rank where there are any.",
+    gpus_per_node: fields.GpuCount | None = key(
+        None, "GPUs on each node, one rank each; 0: none; default: one for each rank where there are any."
     )
-    cpus_per_task: fields.CpuCount | None = Field(
-        default=None,
-        description="Cores for each rank; OMP_NUM_THREADS follows it. Default: the node's cores shared out.",
+    cpus_per_task: fields.CpuCount | None = key(
+        None, "Cores for each rank; OMP_NUM_THREADS follows it. Default: the node's cores shared out."
     )
-    memory_gb: fields.Gigabytes | None = Field(
-        default=None, description="Memory on each node in gigabytes; default: no limit."
-    )
-    time: fields.TimeLimit | None = Field(
-        default=None,
-        description='Time limit of one attempt as Slurm writes it: "H:M:S", "D-H:M:S", "M:S", "D-H", "D-H:M", or '
-        "minutes (a bare number, up to a day). Shortly before it ranks get a request to checkpoint and end. Default: "
-        "none.",
+    memory_gb: fields.Gigabytes | None = key(None, "Memory on each node in gigabytes; default: no limit.")
+    time: fields.TimeLimit | None = key(
+        None,
+        'Time limit of one attempt as Slurm writes it: "H:M:S", "D-H:M:S", "M:S", "D-H", "D-H:M", or minutes (a bare '
+        "number, up to a day). Shortly before it ranks get a request to checkpoint and end. Default: none.",
     )
 
     @property
@@ -161,160 +154,144 @@ class Resources(Section):
 class Network(Section):
     """How the ranks find and reach each other."""
 
-    interface: fields.Interface = Field(
-        default="auto", description="Network interface of the gang's traffic; auto: the one that routes to node 0."
+    interface: fields.Interface = key(
+        "auto", "Network interface of the gang's traffic; auto: the one that routes to node 0."
     )
-    master_port: fields.Port = Field(
-        default="auto", description="Port of the rendezvous on node 0, 1024 to 65535; auto: a free one."
+    master_port: fields.Port = key("auto", "Port of the rendezvous on node 0, 1024 to 65535; auto: a free one.")
+    start_timeout: fields.TimeLimit | None = key(
+        None,
+        'How long the nodes of a run may take to connect, written as time is: "0:30" is 30 seconds. Default: 1 minute '
+        "and a second for each node; on Slurm 10 minutes and a second for each node, in which container images are "
+        "pulled, too; with worker 2 minutes for ranks, 5 minutes for machines of ssh.hosts.",
     )
-    start_timeout: fields.TimeLimit | None = Field(
-        default=None,
-        description='How long the nodes of a run may take to connect, written as time is: "0:30" is 30 seconds. '
-        "Default: 1 minute and a second for each node; on Slurm 10 minutes and a second for each node, in which "
-        "container images are pulled, too; with worker 2 minutes for ranks, 5 minutes for machines of ssh.hosts.",
-    )
-    host_silence: fields.TimeLimit | None = Field(
-        default=None,
-        description="How long another host may not answer (an unplugged cable, a switch that restarts), or storage be "
+    host_silence: fields.TimeLimit | None = key(
+        None,
+        "How long another host may not answer (an unplugged cable, a switch that restarts), or storage be "
         'unavailable, before the run ends, written as time is. Default: "0:30", 30 seconds.',
     )
-    heartbeat_timeout: fields.TimeLimit | None = Field(
-        default=None,
-        description="How long a process of clusterddp on a host that answers may send no heartbeat (it is stopped, or "
-        'waits for a file server) before the run ends, written as time is; at least host_silence. Default: "1:00", 1 '
-        "minute, or host_silence where that is longer.",
+    heartbeat_timeout: fields.TimeLimit | None = key(
+        None,
+        "How long a process of clusterddp on a host that answers may send no heartbeat (it is stopped, or waits for a "
+        'file server) before the run ends, written as time is; at least host_silence. Default: "1:00", 1 minute, or '
+        "host_silence where that is longer.",
     )
-    backend: fields.Backend = Field(
-        default="auto",
-        description="What carries gradients; auto: nccl on GPUs, gloo on the CPU. gloo works on GPUs, too.",
+    backend: fields.Backend = key(
+        "auto", "What carries gradients; auto: nccl on GPUs, gloo on the CPU. gloo works on GPUs, too."
     )
-    init: Annotated[Literal["auto", "env", "tcp", "file"], Word] = Field(
-        default="auto",
-        description="How the ranks meet, for {init_method} and the built-in trainer: env (env://), tcp "
-        "(tcp://ADDRESS:PORT), file (file://PATH, another for each attempt); auto: env for the trainer, tcp otherwise.",
+    init: Annotated[Literal["auto", "env", "tcp", "file"], Word] = key(
+        "auto",
+        "How the ranks meet, for {init_method} and the built-in trainer: env (env://), tcp (tcp://ADDRESS:PORT), file "
+        "(file://PATH, another for each attempt); auto: env for the trainer, tcp otherwise.",
     )
 
 
 class Stop(Section):
     """The time that ranks have to write a checkpoint and end: before a time limit, when preempted, when stopped."""
 
-    lead: fields.TimeLimit | None = Field(
-        default=None,
-        description='How long before the time limit the ranks are asked to stop: "0:30" is 30 seconds, a plain number '
-        "is minutes; at most half of the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 "
-        "minute before the job ends.",
+    lead: fields.TimeLimit | None = key(
+        None,
+        'How long before the time limit the ranks are asked to stop: "0:30" is 30 seconds, a plain number is minutes; '
+        "at most half of the limit. Default: a third of resources.time, at most 2 minutes; without one, 1 minute "
+        "before the job ends.",
     )
-    grace: fields.TimeLimit | None = Field(
-        default=None,
-        description="How long the ranks may take to end when they are asked to stop; then they are killed and the "
-        'attempt has failed, or is cancelled if a user asked. "0:30" is 30 seconds, a plain number is minutes. '
-        'Default: "2:00", 2 minutes.',
+    grace: fields.TimeLimit | None = key(
+        None,
+        "How long the ranks may take to end when they are asked to stop; then they are killed and the attempt has "
+        'failed, or is cancelled if a user asked. "0:30" is 30 seconds, a plain number is minutes. Default: "2:00", 2 '
+        "minutes.",
     )
 
 
 class Container(Section):
     """The container that every rank runs in, on Slurm."""
 
-    runtime: Annotated[Literal["pyxis", "apptainer"], Word] = Field(
-        default="pyxis", description="pyxis (srun --container-image, with enroot) or apptainer (apptainer exec)."
+    runtime: Annotated[Literal["pyxis", "apptainer"], Word] = key(
+        "pyxis", "pyxis (srun --container-image, with enroot) or apptainer (apptainer exec)."
     )
-    image: fields.Text = Field(description="Image as the runtime names it: a .sqsh or .sif file, or a registry's name.")
-    mounts: tuple[fields.Mount, ...] = Field(
-        default=(),
-        description="Directories seen inside: PATH or HOST_PATH:PATH[:FLAGS]. The run's directory, the data and "
-        "clusterddp itself are always mounted.",
+    image: fields.Text = key(..., "Image as the runtime names it: a .sqsh or .sif file, or a registry's name.")
+    mounts: tuple[fields.Mount, ...] = key(
+        (),
+        "Directories seen inside: PATH or HOST_PATH:PATH[:FLAGS]. The run's directory, the data and clusterddp itself "
+        "are always mounted.",
     )
-    python: fields.Text = Field(default="python3", description="Python inside, which has torch.")
-    workdir: fields.Text | None = Field(
-        default=None, description="Directory in which the container starts; default: the image's own."
-    )
+    python: fields.Text = key("python3", "Python inside, which has torch.")
+    workdir: fields.Text | None = key(None, "Directory in which the container starts; default: the image's own.")
 
 
 class Sweep(Section):
     """The values of swept keys: each combination is a run; on Slurm all runs are one job array."""
 
-    values: dict[str, fields.SweepValues] = Field(
-        default={},
-        description="Dotted keys and the list of values of each, {train.lr: [0.1, 0.2]}; of train, env, entry or "
-        "network.",
+    aliases: ClassVar = {"max_parallel": "throttle"}
+
+    values: dict[str, fields.SweepValues] = key(
+        {}, "Dotted keys and the list of values of each, {train.lr: [0.1, 0.2]}; of train, env, entry or network."
     )
-    throttle: Count | None = Field(
-        default=None,
-        validation_alias=AliasChoices("throttle", "max_parallel"),
-        description="Runs of the sweep at a time; default: Slurm decides; elsewhere as many as there are GPUs for, on "
-        "the CPU one. Alias: max_parallel.",
+    throttle: Count | None = key(
+        None,
+        "Runs of the sweep at a time; default: Slurm decides; elsewhere as many as there are GPUs for, on the CPU "
+        "one. Alias: max_parallel.",
     )
 
 
 class JobSpec(Section):
     """What to run and where: one spec for every launcher."""
 
-    name: fields.Name = Field(
-        description="Name of the job: 1 to 64 letters, digits, dots, - and _, beginning with a letter or digit."
+    name: fields.Name = key(
+        ..., "Name of the job: 1 to 64 letters, digits, dots, - and _, beginning with a letter or digit."
     )
-    launcher: Annotated[Literal["local", "ssh", "slurm"], Word] = Field(
-        default="local",
-        description="What starts the ranks: this machine, machines over SSH, or Slurm. --launcher overrides it.",
+    launcher: Annotated[Literal["local", "ssh", "slurm"], Word] = key(
+        "local", "What starts the ranks: this machine, machines over SSH, or Slurm. --launcher overrides it."
     )
-    device: Annotated[Literal["auto", "cpu", "cuda"], Word] = Field(
-        default="auto", description="Where ranks compute; auto: on GPUs where there are any. --cpu overrides it."
+    device: Annotated[Literal["auto", "cpu", "cuda"], Word] = key(
+        "auto", "Where ranks compute; auto: on GPUs where there are any. --cpu overrides it."
     )
-    resources: Resources = Field(default_factory=Resources, description="Machines, ranks, GPUs, cores, time.")
-    network: Network = Field(default_factory=Network, description="Interface, port and backend of the gang.")
-    stop: Stop = Field(default_factory=Stop, description="The time that ranks have to write a checkpoint and end.")
-    env: dict[fields.Variable, fields.LooseText] = Field(
-        default={}, description="Variables for every rank; they override what clusterddp would set."
+    resources: Resources = key(Resources(), "Machines, ranks, GPUs, cores, time.")
+    network: Network = key(Network(), "Interface, port and backend of the gang.")
+    stop: Stop = key(Stop(), "The time that ranks have to write a checkpoint and end.")
+    env: dict[fields.Variable, fields.LooseText] = key(
+        {}, "Variables for every rank; they override what clusterddp would set."
     )
-    secrets: tuple[fields.Variable, ...] = Field(
-        default=(),
-        description="Names of variables that are passed to the ranks from where you submit; values are never stored.",
+    secrets: tuple[fields.Variable, ...] = key(
+        (), "Names of variables that are passed to the ranks from where you submit; values are never stored."
     )
-    restarts: fields.Restarts = Field(
-        default=0, description="How often the gang is restarted from its last checkpoint after a failure, 0 to 100."
+    restarts: fields.Restarts = key(
+        0, "How often the gang is restarted from its last checkpoint after a failure, 0 to 100."
     )
-    hang: Annotated[Literal["report", "restart", "fail"], Word] = Field(
-        default="report",
-        description="What follows when no rank makes progress: report (status shows which ranks wait for which), "
-        "restart (end the attempt; restarts says how often the next one starts), fail (end the run). Stacks are saved "
-        "first.",
+    hang: Annotated[Literal["report", "restart", "fail"], Word] = key(
+        "report",
+        "What follows when no rank makes progress: report (status shows which ranks wait for which), restart (end the "
+        "attempt; restarts says how often the next one starts), fail (end the run). Stacks are saved first.",
     )
-    hang_after: fields.TimeLimit | None = Field(
-        default=None,
-        description="How long a run may show no progress (no output, no bytes read or written, no further "
-        'collective), written as time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 usual '
-        "distances of rows in metrics.jsonl, whichever is longest.",
+    hang_after: fields.TimeLimit | None = key(
+        None,
+        "How long a run may show no progress (no output, no bytes read or written, no further collective), written as "
+        'time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 usual distances of rows in '
+        "metrics.jsonl, whichever is longest.",
     )
-    notify: NotifySpec | None = Field(
-        default=None,
-        description="Messages about the run's start, end, restarts and hangs: a command, a webhook, a mail.",
+    notify: NotifySpec | None = key(
+        None, "Messages about the run's start, end, restarts and hangs: a command, a webhook, a mail."
     )
-    keep: fields.Age | None = Field(
-        default=None,
-        description="How long the run is kept after its end, 12h, 30d or 4w; then clusterddp rm --expired removes it, "
-        "and nothing else does. Default: for ever.",
+    keep: fields.Age | None = key(
+        None,
+        "How long the run is kept after its end, 12h, 30d or 4w; then clusterddp rm --expired removes it, and nothing "
+        "else does. Default: for ever.",
     )
-    snapshot: fields.Switch = Field(
-        default=True, description="Run a copy of the code, which later edits do not change."
+    snapshot: fields.Switch = key(True, "Run a copy of the code, which later edits do not change.")
+    train: TrainSpec | None = key(None, "The built-in trainer; also what runs when there is no entry.")
+    entry: EntrySpec | None = key(None, "A program of yours instead of the built-in trainer.")
+    slurm: dict[fields.SlurmKey, fields.Option] = key(
+        {},
+        "Options of sbatch by their long names, for the slurm launcher; true: without a value, false: a default of "
+        "clusterddp's is left out.",
     )
-    train: TrainSpec | None = Field(
-        default=None, description="The built-in trainer; also what runs when there is no entry."
+    container: Container | None = key(None, "A container for the ranks, for the slurm launcher.")
+    after: tuple[fields.After, ...] = key(
+        (),
+        "Runs or job ids that have to end first, for the slurm launcher: RUN (it must complete), or afterok:RUN, "
+        "afterany:RUN, afternotok:RUN.",
     )
-    entry: EntrySpec | None = Field(default=None, description="A program of yours instead of the built-in trainer.")
-    slurm: dict[fields.SlurmKey, fields.Option] = Field(
-        default={},
-        description="Options of sbatch by their long names, for the slurm launcher; true: without a value, false: "
-        "a default of clusterddp's is left out.",
-    )
-    container: Container | None = Field(default=None, description="A container for the ranks, for the slurm launcher.")
-    after: tuple[fields.After, ...] = Field(
-        default=(),
-        description="Runs or job ids that have to end first, for the slurm launcher: RUN (it must complete), or "
-        "afterok:RUN, afterany:RUN, afternotok:RUN.",
-    )
-    ssh: Ssh = Field(default_factory=Ssh, description="Hosts, for the ssh launcher.")
-    sweep: Sweep | None = Field(
-        default=None, description="Values that are tried in all combinations, each in a run of its own."
-    )
+    ssh: Ssh = key(Ssh(), "Hosts, for the ssh launcher.")
+    sweep: Sweep | None = key(None, "Values that are tried in all combinations, each in a run of its own.")
 
     @property
     def all_secrets(self) -> tuple[str, ...]:

@@ -52,26 +52,26 @@ class TrainSpec:
 
     model: Annotated[Literal["resnet18", "fastnet"], Word] = key(
         "resnet18",
-        "resnet18 (11.2 million parameters; it begins with a 3x3 convolution, for images above 64x64 with "
-        "the 7x7 convolution and max-pool of ImageNet's) or fastnet (small, quick, for 32x32 images).",
+        "resnet18 (11.2 million parameters; it begins with a 3x3 convolution, for images above 64x64 with the 7x7 "
+        "convolution and max-pool of ImageNet's) or fastnet (small, quick, for 32x32 images).",
     )
     dataset: ImageSetName = key(
         "shapes",
-        "shapes (generated, learnable, needs no file), random (generated noise: its accuracy means "
-        "nothing), cifar10, fashion_mnist, a classification set of torchvision by its class's name in small letters "
-        "(stl10, cifar100, food101, ...), or folder: your own, data_dir/train/CLASS/*.jpg and data_dir/test (or val).",
+        "shapes (generated, learnable, needs no file), random (generated noise: its accuracy means nothing), cifar10, "
+        "fashion_mnist, a classification set of torchvision by its class's name in small letters (stl10, cifar100, "
+        "food101, ...), or folder: your own, data_dir/train/CLASS/*.jpg and data_dir/test (or val).",
     )
     image_size: Side | None = key(
         None,
-        "Side in pixels, 8 to 1024, of the images that the model sees: others are made smaller or larger, "
-        "and cut to the square in their middle. Default: the set's own size; sets with images of many sizes need it.",
+        "Side in pixels, 8 to 1024, of the images that the model sees: others are made smaller or larger, and cut to "
+        "the square in their middle. Default: the set's own size; sets with images of many sizes need it.",
     )
     data_dir: Text | None = key(None, "Directory of the data set on every node; default: the user's cache directory.")
     download: Switch = key(True, "Download the data set where it is missing, once per host.")
     samples: Count | None = key(
         None,
-        "Training images that are used or generated; default: all, or 10000 where they are generated. "
-        "Generated sets have a fifth of it as test images.",
+        "Training images that are used or generated; default: all, or 10000 where they are generated. Generated sets "
+        "have a fifth of it as test images.",
     )
     epochs: Count = key(10, "Passes over the training images.")
     batch_size: Count = key(128, "Images per rank and step.")
@@ -79,77 +79,73 @@ class TrainSpec:
     max_steps: Count | None = key(None, "Optimizer steps in all, after which training ends; default: none.")
     precision: Annotated[Literal["auto", "fp32", "bf16"], Word] = key(
         "auto",
-        "Arithmetic of the model; auto: bf16 where it is faster: GPUs that have it, CPUs on which two "
-        "trial steps are faster.",
+        "Arithmetic of the model; auto: bf16 where it is faster: GPUs that have it, CPUs on which two trial steps are "
+        "faster.",
     )
     seed: Seed = key(0, "Seed of weights, order and augmentation, 0 to 2^32-1.")
     deterministic: Switch = key(False, "Bit-equal results from run to run; slower on GPUs.")
     lr: Positive = key(0.1, "Peak learning rate, meant for a global batch of lr_batch images.")
     lr_scaling: Annotated[Literal["auto", "linear", "none"], Word] = key(
         "auto",
-        "linear: the learning rate grows with global batch / lr_batch; none: it is taken as it is; auto: "
-        "linear for sgd and muon, over sqrt(ranks) with comm local:H; none for adam, whose steps do not grow with the "
-        "batch.",
+        "linear: the learning rate grows with global batch / lr_batch; none: it is taken as it is; auto: linear for "
+        "sgd and muon, over sqrt(ranks) with comm local:H; none for adam, whose steps do not grow with the batch.",
     )
     lr_batch: Count = key(128, "Global batch that lr is meant for.")
     warmup: Fraction = key(0.2, "Fraction of all steps over which the learning rate rises.")
     schedule: Annotated[Literal["onecycle", "triangle", "constant"], Word] = key(
-        "onecycle",
-        "Learning rate after the warm-up: down by a cosine, down by a straight line, or constant.",
+        "onecycle", "Learning rate after the warm-up: down by a cosine, down by a straight line, or constant."
     )
     optimizer: Annotated[Literal["sgd", "muon", "adam"], Word] = key(
         "sgd",
-        "How weights move; muon: those of convolutions are turned by as much in every direction, the rest "
-        "is sgd's. momentum and nesterov are for both of these.",
+        "How weights move; muon: those of convolutions are turned by as much in every direction, the rest is sgd's. "
+        "momentum and nesterov are for both of these.",
     )
     muon_lr: Positive = key(
         0.04,
-        "Peak learning rate of what muon turns, a share of the weights' length; it does not grow with the "
-        "batch. Steps of 2000 images want more, such as 0.24 with momentum 0.6.",
+        "Peak learning rate of what muon turns, a share of the weights' length; it does not grow with the batch. "
+        "Steps of 2000 images want more, such as 0.24 with momentum 0.6.",
     )
     momentum: BelowOne = key(0.9, "Momentum of SGD.")
     nesterov: Switch = key(True, "Nesterov's form of momentum.")
     weight_decay: NotNegative = key(5e-4, "Weight decay; biases and batch norm's parameters do not decay.")
     ema: BelowOne = key(
         0.0,
-        "Share that a running mean of the weights keeps in each step, such as 0.999; it is evaluated "
-        "beside the weights. 0: none.",
+        "Share that a running mean of the weights keeps in each step, such as 0.999; it is evaluated beside the "
+        "weights. 0: none.",
     )
     label_smoothing: BelowOne = key(0.1, "Share of each label that is spread over all classes.")
     augment: Annotated[Literal["none", "flip", "flip_translate"], Word] = key(
-        "flip_translate",
-        "Random changes to training images: none, mirrored, or mirrored and moved.",
+        "flip_translate", "Random changes to training images: none, mirrored, or mirrored and moved."
     )
     translate: Pixels = key(
         2,
-        "Pixels by which flip_translate moves images at most, each way; they count before images are "
-        "enlarged to image_size.",
+        "Pixels by which flip_translate moves images at most, each way; they count before images are enlarged to "
+        "image_size.",
     )
     cutout: Pixels = key(
         0,
-        "Side in pixels of a square that is blanked in each training image, before it is enlarged to "
-        "image_size; 0: none.",
+        "Side in pixels of a square that is blanked in each training image, before it is enlarged to image_size; 0: "
+        "none.",
     )
     tta: Annotated[Literal["none", "mirror", "mirror_translate"], Word] = key(
-        "none",
-        "Test-time augmentation: the mean over mirrored (and moved) copies, reported as accuracy_tta.",
+        "none", "Test-time augmentation: the mean over mirrored (and moved) copies, reported as accuracy_tta."
     )
     comm: Comm = key(
         "exact",
-        "How ranks exchange: exact (the mean of all gradients, in full), bf16 (the same in half the "
-        "bytes), or local:H (each rank takes steps of its own; each step averages another 1/H of the weights across "
-        "ranks). All but exact change results.",
+        "How ranks exchange: exact (the mean of all gradients, in full), bf16 (the same in half the bytes), or "
+        "local:H (each rank takes steps of its own; each step averages another 1/H of the weights across ranks). All "
+        "but exact change results.",
     )
     strategy: Annotated[Literal["ddp", "dp", "none"], Word] = key(
         "ddp",
-        "ddp: a process for each rank. For comparison: dp, one process that drives all GPUs of its node by "
-        "torch's DataParallel, and none, one process and one device.",
+        "ddp: a process for each rank. For comparison: dp, one process that drives all GPUs of its node by torch's "
+        "DataParallel, and none, one process and one device.",
     )
     sync_bn: Switch = key(False, "Batch norm over the batches of all ranks (SyncBatchNorm); on GPUs only.")
     compile: Annotated[Literal["auto", "always", "never", "max"], Word] = key(
         "auto",
-        "torch.compile; auto: on GPUs, where it pays, unless a rank cannot compile; max: on GPUs with "
-        "kernels chosen by timing, and CUDA graphs where a step has one micro-batch, else as always.",
+        "torch.compile; auto: on GPUs, where it pays, unless a rank cannot compile; max: on GPUs with kernels chosen "
+        "by timing, and CUDA graphs where a step has one micro-batch, else as always.",
     )
     width: Positive = key(1.0, "Multiplier of fastnet's channels.")
     eval_every: Count = key(1, "Epochs between evaluations on the test images.")
