@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,23 @@ class Run:
 
         return cancel(RunDir(self.path), save=save)
 
+    def result(self) -> Any:
+        """Wait for the end; return what the function of `submit(function)` has returned on rank 0. See `results`."""
+        return self.results()[0]
+
+    def results(self) -> list[Any]:
+        """Wait for the end; return what the function of `submit(function)` has returned on each rank.
+
+        It loads pickles that the ranks wrote, which executes what their writer chose: only of a run of your own.
+        Raises: RankError: the function raised an exception; it has the rank's traceback. RunFailedError,
+        RunCancelledError: the run ended otherwise. UsageError: the run is of no function, or another user's.
+        """
+        from clusterddp.launchers.state import read_state
+        from clusterddp.submission.functions import read_results
+
+        self.wait()
+        return read_results(RunDir(self.path), read_state(RunDir(self.path)))
+
     def metrics(self) -> list[dict[str, Any]]:
         """Return the rows of `metrics.jsonl` so far."""
         with self._sync() as sync:
@@ -142,18 +160,26 @@ def plan(
     from clusterddp.planning.plan import plan_run
 
     place = Path.cwd() if working_dir is None else Path(working_dir)
+    request = Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ)
     if callable(spec):
-        source, extra = _function_spec(spec, args, kwargs or {}, base, place)
-        resolved = load_spec(source, [*extra, *overrides], profile=profile, hosts=hosts)
-    elif args or kwargs or base is not None:
+        from clusterddp.spec.yamlfile import flow_yaml
+        from clusterddp.submission.functions import paths_of_ranks, pickle_call
+
+        call = pickle_call(spec, args, kwargs or {})
+        source = f"name: {flow_yaml(call.name)}\n" if base is None else base
+        changes = ["~train", "~entry", f"entry={flow_yaml({'function': call.function})}"]
+        resolved = load_spec(source, [*changes, *overrides], profile=profile, hosts=hosts)
+        request = dataclasses.replace(request, environ=os.environ | {"PYTHONPATH": paths_of_ranks(os.environ)})
+        return dataclasses.replace(plan_run(resolved, request), submission=call.data)
+    if args or kwargs or base is not None:
         raise UsageError("args, kwargs and base go with a function", hint="entry.args=[...] among the overrides")
-    elif isinstance(spec, Path | str):
+    if isinstance(spec, Path | str):
         resolved = load_spec(spec, overrides, profile=profile, hosts=hosts)
     elif overrides or profile or hosts:
         raise UsageError("a loaded spec cannot be changed", hint="pass overrides, profile and hosts to load_spec")
     else:
         resolved = spec
-    return plan_run(resolved, Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ))
+    return plan_run(resolved, request)
 
 
 def submit(
@@ -169,7 +195,8 @@ def submit(
 ) -> Run:
     """Start the run of a spec or a plan; or a function, which every rank calls with `args` and `kwargs`.
 
-    The function must be defined at the top level of a file, since ranks import it; its arguments must be plain data.
+    The function and its arguments are pickled by cloudpickle: lambdas, closures and functions of a notebook work, as do
+    arguments of any kind; text may have placeholders, such as {rank}. `Run.result` returns what rank 0 returned.
     `base`: a spec with the other settings of its run. `hosts`: run it over SSH on these.
 
     Raises: ClusterddpError: nothing was started.
@@ -183,24 +210,6 @@ def submit(
         return Run(carry_out(spec).run_dir)
     chosen = plan(spec, overrides, args=args, kwargs=kwargs, base=base, profile=profile, hosts=hosts, runs_dir=runs_dir)
     return Run(carry_out(chosen).run_dir)
-
-
-def _function_spec(
-    function: Callable[..., Any],
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    base: Path | str | None,
-    working_dir: Path,
-) -> tuple[Path | str, list[str]]:
-    """Return the spec that calls a function, as a source and overrides."""
-    from clusterddp.planning.functions import describe_function, function_name
-    from clusterddp.spec.yamlfile import flow_yaml
-
-    entry = describe_function(
-        function, args, kwargs, working_dir=working_dir, python_path=os.environ.get("PYTHONPATH", "")
-    )
-    source = f"name: {flow_yaml(function_name(function))}\n" if base is None else base
-    return source, ["~train", "~entry", f"entry={flow_yaml(entry)}"]
 
 
 def _runs_dir(named: Path | str | None) -> Path:

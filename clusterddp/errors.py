@@ -9,6 +9,7 @@ ClusterddpError            1  our own error, or the machine's (disk full, direct
 |   `-- SshError           3  a host cannot be reached, has another host key, or refuses the login (`phase`)
 |-- RunNotFoundError       4  no run of that name
 |-- RunFailedError         5  the run that was waited for failed
+|   `-- RankError          5  the function of a rank raised an exception (`rank`, `host`, `traceback`)
 `-- RunCancelledError      6  the run that was waited for was cancelled
 """
 
@@ -129,6 +130,17 @@ class RunFailedError(ClusterddpError):
     """The run that was waited for failed."""
 
     exit_code = 5
+
+
+class RankError(RunFailedError):
+    """The function that a rank called raised an exception; `traceback` is the rank's own, as text."""
+
+    def __init__(self, run: str, rank: int, host: str, traceback: str) -> None:
+        last_line = traceback.rstrip().rpartition("\n")[2]
+        super().__init__(f"{run}: rank {rank} on {host}: {last_line}\n\n{traceback.rstrip()}")
+        self.rank = rank
+        self.host = host
+        self.traceback = traceback
 
 
 class RunCancelledError(ClusterddpError):

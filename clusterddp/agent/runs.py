@@ -24,7 +24,7 @@ from clusterddp.run.record import boot_id
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
-from clusterddp.system.files import read_json, read_tail, write_json, write_text
+from clusterddp.system.files import read_json, read_tail, write_bytes, write_json, write_text
 
 MAX_REPLY_BYTES = 8 << 20
 """Most data in one answer: it is held in memory on both sides."""
@@ -47,7 +47,10 @@ class Hold:
 
 
 def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Make a run's directory, or bring one up to date for its next attempt; `code`: the digest of its code."""
+    """Make a run's directory, or bring one up to date for its next attempt; `code`: the digest of its code.
+
+    The body is its submission file, if it has one.
+    """
     run = RunDir(host.run_dir(request["name"]))
     if request["code"] is not None:
         check_out(host, request["code"], run.path)
@@ -60,6 +63,8 @@ def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     write_json(run.plan, request["plan"])
     write_json(run.record, request["record"])
     write_text(run.spec, request["spec"])
+    if body.size:
+        write_bytes(run.submission, body.read_all())
     return {"run_dir": str(run.path)}
 
 

@@ -36,6 +36,7 @@ SPEC, _CONFIG, _PROJECT, _SITE = "spec.yaml", "config.yaml", "project.yaml", "si
 """Names of the files that are uploaded with a command."""
 NEEDS = (
     "click>=8.1.7,<9",
+    "cloudpickle>=3,<4",
     "platformdirs>=4.0,<5",
     "pydantic>=2.7,<3",
     "pydantic-core>=2.18,<3",

@@ -6,6 +6,7 @@ Placeholders get the rank's own numbers; `sys.argv`, `sys.path` and the working 
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import importlib
 import json
@@ -15,9 +16,12 @@ import sys
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.ranks.environment import ENVIRONMENT_KEYS, entry_environment, fill_in, placeholder_values
+
+if TYPE_CHECKING:
+    from clusterddp.run.directory import AttemptDir
 
 
 def run_entry(run_dir: str) -> None:
@@ -27,6 +31,7 @@ def run_entry(run_dir: str) -> None:
     """
     with (Path(run_dir) / "plan.json").open(encoding="utf-8") as file:
         entry: dict[str, Any] = json.load(file)["gang"]["entry"]
+    rank = int(os.environ.get("RANK", "0"))
     keys = {name: entry[name] for name in ENVIRONMENT_KEYS if name in entry}
     change_environment(entry_environment(os.environ, **{"init": "tcp"} | keys))
     if entry.get("output_dir"):
@@ -38,6 +43,8 @@ def run_entry(run_dir: str) -> None:
         from clusterddp.node.command import run_command
 
         run_command(_argv(entry, args, values), entry)
+    elif entry["kind"] == "function" and str(entry["target"]).endswith(")"):  # run/call.py
+        _run_call(run_dir, entry, rank, values)
     elif entry["kind"] == "function":
         _run_function(entry, args, _filled(entry.get("kwargs", {}), values))
     else:
@@ -85,7 +92,7 @@ def _run_program(entry: dict[str, Any], args: list[str]) -> None:
 
 
 def _run_function(entry: dict[str, Any], args: list[Any], kwargs: dict[str, Any]) -> None:
-    where, _, name = str(entry["target"]).rpartition(":")
+    where, _, name = str(entry["target"]).partition(":")
     is_file = where.endswith(".py")
     _put_first(str(Path(where).resolve().parent) if is_file else str(entry["working_dir"]), entry)
     sys.argv[:] = [where]
@@ -97,6 +104,46 @@ def _run_function(entry: dict[str, Any], args: list[Any], kwargs: dict[str, Any]
     if not callable(found):
         raise SystemExit(f"entry.function: {where}:{name} is a {type(found).__name__}, no function")
     found(*args, **kwargs)
+
+
+def _run_call(run_dir: str, entry: dict[str, Any], rank: int, values: Mapping[str, str]) -> None:
+    """Call the function of the run's submission file, and write what it returns, or its traceback."""
+    from clusterddp.run.call import load_call, write_result
+    from clusterddp.run.directory import RunDir
+
+    run = RunDir(Path(run_dir))
+    where = str(entry["target"]).partition(":")[0]
+    _put_first(str(Path(where).parent) if where.endswith(".py") else str(entry["working_dir"]), entry)
+    sys.argv[:] = [where]
+    call = load_call(run)
+    args = [fill_in(value, values) if isinstance(value, str) else value for value in call.args]
+    kwargs = {name: fill_in(value, values) if isinstance(value, str) else value for name, value in call.kwargs.items()}
+    attempt = run.attempt(int(os.environ["CLUSTERDDP_ATTEMPT"]))
+    try:
+        value = call.function(*args, **kwargs)
+    except Exception as error:
+        _write_error(attempt, rank, error)
+        raise
+    try:
+        write_result(attempt, rank, "success", value)
+    except Exception as error:
+        kind = type(value).__name__
+        from clusterddp.errors import ClusterddpError
+
+        failure = ClusterddpError(f"the {kind} that the function returned cannot be pickled: {error}")
+        _write_error(attempt, rank, failure)
+        raise failure from error
+
+
+def _write_error(attempt: AttemptDir, rank: int, error: Exception) -> None:
+    """Write the traceback of a rank, without our own frame, which is the first."""
+    import traceback
+
+    from clusterddp.run.call import write_result
+
+    frames = error.__traceback__ and (error.__traceback__.tb_next or error.__traceback__)
+    with contextlib.suppress(OSError):  # the rank prints it, too
+        write_result(attempt, rank, "error", "".join(traceback.format_exception(type(error), error, frames)))
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -92,6 +92,8 @@ class Plan:
     """The job, for the slurm launcher."""
     ssh: SshPlan | None = None
     """The hosts, for the ssh launcher."""
+    submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
+    """A function from Python with its arguments, pickled; its name is the entry's target. It is not in plan.json."""
 
     @property
     def run_dir(self) -> Path:
@@ -123,6 +125,7 @@ class Plan:
 
     def to_json(self) -> dict[str, Any]:
         data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del data["submission"]
         return data | {
             "runs_dir": str(self.runs_dir),
             "working_dir": str(self.working_dir),
@@ -375,6 +378,8 @@ def _files_written(plan: Plan) -> tuple[str, ...]:
     run = RunDir(plan.run_dir)
     paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if plan.snapshot else [])]
     paths += [run.attempt(0).path, run.checkpoints, run.tensorboard, run.launcher_dir]
+    if plan.gang.entry.is_call:
+        paths.append(run.submission)
     if plan.slurm:
         paths += [run.launcher_dir / SCRIPT, run.job_environment, run.job_secrets]
     return tuple(str(path) for path in paths)

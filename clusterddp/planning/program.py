@@ -23,7 +23,7 @@ from clusterddp.run.code import (
 )
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.gang import Entry
+from clusterddp.run.gang import Entry, is_call
 from clusterddp.run.outcome import read_end
 from clusterddp.spec.train import GENERATED
 from clusterddp.system.files import read_json
@@ -86,7 +86,7 @@ def plan_program(
     home = file.parent if file and kind != "command" else working_dir.resolve()
     uploads = uploads or job.launcher == "ssh"
     snapshot, notes = _code_snapshot(job, home, file, runs_dir=runs_dir, environ=environ, uploads=uploads)
-    if job.launcher == "ssh" and snapshot is None:
+    if job.launcher == "ssh" and snapshot is None and not is_call(target):
         raise UsageError(
             f"{home} is in no git repository, so clusterddp cannot choose the code for the hosts",
             hint="run git init there; or set snapshot: false if the hosts have the same code at the same path",
@@ -172,7 +172,7 @@ def _file_named(kind: str, target: str) -> str | None:
     if kind == "script":
         return target
     if kind == "function":
-        file = target.rpartition(":")[0]
+        file = target.partition(":")[0]
         return file if file.endswith(".py") else None
     return target if kind == "command" and os.sep in target and len(target.split()) == 1 else None
 
@@ -181,7 +181,7 @@ def _with_file(kind: str, target: str, file: Path | str | None) -> str:
     """Return the target with the path of its file replaced."""
     if file is None:
         return target
-    return f"{file}:{target.rpartition(':')[2]}" if kind == "function" else str(file)
+    return f"{file}:{target.partition(':')[2]}" if kind == "function" else str(file)
 
 
 def _find_file(kind: str, target: str, working_dir: Path) -> Path | None:
@@ -304,6 +304,8 @@ def plan_entry(
         within = os.path.relpath(working_dir.resolve(), snapshot.root)
         has_files = any(name.startswith(f"{within}/") for name in snapshot.files)
         code_dir = code / within if has_files else code
+    elif job.launcher == "ssh" and job.snapshot:
+        code_dir = RunDir(run_dir).launcher_dir  # a function from Python, which needs no code
 
     def path_in_run(path: str) -> str:
         inside = snapshot is not None and Path(path).is_relative_to(snapshot.root)
@@ -389,7 +391,7 @@ def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
         here = ("script",) if job.launcher == "ssh" else ("script", "data_dir", "output_dir")
         named = {name: getattr(job.entry, name) for name in here if getattr(job.entry, name)}
         paths = {name: str(working_dir / Path(path).expanduser()) for name, path in named.items()}
-        file, _, function = (job.entry.function or "").rpartition(":")
+        file, _, function = (job.entry.function or "").partition(":")
         if file.endswith(".py"):
             paths["function"] = f"{working_dir / Path(file).expanduser()}:{function}"
         return job.model_copy(update={"entry": job.entry.model_copy(update=paths)})

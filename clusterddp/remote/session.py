@@ -9,6 +9,7 @@ import base64
 import contextlib
 import functools
 import hashlib
+import importlib.metadata
 import io
 import json
 import threading
@@ -94,6 +95,7 @@ def package() -> Package:
         sources = [path for pattern in ("*.py", "*.css", "*.js") for path in sorted(home.rglob(pattern))]
         names = {path: path.relative_to(home).as_posix() for path in sources}
         names |= {path: f"templates/{path.name}" for path in list_templates()}  # submits on a login node need them
+        names |= _carried()
         for path, name in names.items():
             info = zipfile.ZipInfo(f"clusterddp/{name}", date_time=_LONG_AGO)
             info.compress_type = zipfile.ZIP_DEFLATED
@@ -104,6 +106,21 @@ def package() -> Package:
         sha256=hashlib.sha256(data).hexdigest(),
         data=data,
     )
+
+
+def _carried() -> dict[Path, str]:
+    """Return what a function from Python needs on a host that has not got it: path -> name in the archive.
+
+    These are cloudpickle (BSD licence) and, of submitit (MIT licence), the module of `DelayedSubmission`; run/call.py
+    takes them.
+    """
+    wanted = {"cloudpickle": "cloudpickle/*.py", "submitit": "submitit/core/utils.py"}
+    found = {}
+    for package_name, pattern in wanted.items():
+        for file in importlib.metadata.files(package_name) or ():
+            if file.match(pattern) or (".dist-info" in file.parts[0] and file.name.startswith("LICENSE")):
+                found[Path(str(file.locate()))] = f"carried/{file.as_posix()}"
+    return found
 
 
 def constant_command() -> str:

@@ -53,12 +53,13 @@ def ask_all(
     facts: Facts = None,
     *,
     timeout_s: float = 30.0,
+    body: bytes = b"",
 ) -> dict[str, Reply | SshError]:
     """Send hosts the same request, `AT_ONCE` at a time; return a result per host."""
 
     def ask(host: str) -> Reply | SshError:
         try:
-            return sessions[host].ask(do, facts(host) if callable(facts) else facts, timeout_s=timeout_s)
+            return sessions[host].ask(do, facts(host) if callable(facts) else facts, body=body, timeout_s=timeout_s)
         except SshError as error:
             return error
 
@@ -94,13 +95,19 @@ class HostSessions:
         return {node.node_rank: self.by_host[node.host] for node in self.plan.gang.nodes}
 
     def ask_all(
-        self, do: str, facts: Facts = None, *, timeout_s: float = 30.0, hosts: Collection[str] | None = None
+        self,
+        do: str,
+        facts: Facts = None,
+        *,
+        timeout_s: float = 30.0,
+        hosts: Collection[str] | None = None,
+        body: bytes = b"",
     ) -> dict[str, Reply]:
         """Ask every host, or these.
 
         Raises: SshError, PreflightError: a host refuses or does not answer.
         """
-        replies = self._ask(do, facts, timeout_s, self.by_host if hosts is None else hosts)
+        replies = self._ask(do, facts, timeout_s, self.by_host if hosts is None else hosts, body)
         raise_for(errors_of(replies).values())
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
@@ -110,9 +117,11 @@ class HostSessions:
         self.failed |= errors_of(replies)
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
-    def _ask(self, do: str, facts: Facts, timeout_s: float, hosts: Collection[str]) -> dict[str, Reply | SshError]:
+    def _ask(
+        self, do: str, facts: Facts, timeout_s: float, hosts: Collection[str], body: bytes = b""
+    ) -> dict[str, Reply | SshError]:
         asked = {host: self.by_host[host] for host in hosts}
-        return ask_all(asked, do, facts, timeout_s=timeout_s + EACH_S * len(asked))
+        return ask_all(asked, do, facts, timeout_s=timeout_s + EACH_S * len(asked), body=body)
 
     def close(self) -> None:
         for session in self.by_host.values():

@@ -35,7 +35,8 @@ _ATTEMPT_FACTS = re.compile(r"attempts/\d+/((start|stopped|usage|stacks/[A-Za-z0
 _OF_ATTEMPT = re.compile(r"attempts/\d+/")
 _END = re.compile(r"attempts/\d+/end\.json")
 _RANK = re.compile(
-    r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err|nccl))"
+    r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err|nccl)"
+    r"|results/(?P<result>\d+)\.pkl)"
 )
 _LOG_TIMES = re.compile(r"attempts/(?P<attempt>\d+)/logs/node-(?P<node>\d+)\.times")
 _MANIFEST = re.compile(r"checkpoints/step-(?P<step>\d+)-a(?P<attempt>\d+)\.json")
@@ -112,10 +113,12 @@ class HostRun:
         return self._kind_of_head_file(path) if self.is_head else None
 
     def _kind_of_rank_file(self, match: re.Match[str]) -> Kind | None:
-        if int(match["record"] or match["log"]) not in self.ranks:
+        if int(match["record"] or match["log"] or match["result"]) not in self.ranks:
             return None
         if match["record"]:
             return "whole"
+        if match["result"]:
+            return "large" if self.wants.results else None
         return "grows" if self._wants_logs({int(match["log"])}, int(match["attempt"])) else None
 
     def _wants_logs(self, ranks: Set[int], attempt: int) -> bool:

@@ -86,6 +86,15 @@ class AttemptDir:
         return self.path / "ranks"
 
     @property
+    def results(self) -> Path:
+        """What a function from Python has returned, a file for each rank (run/call.py)."""
+        return self.path / "results"
+
+    def result(self, rank: int) -> Path:
+        """What the function has returned, or the traceback of its exception, pickled."""
+        return self.results / f"{rank:03d}.pkl"
+
+    @property
     def logs(self) -> Path:
         """What the ranks printed."""
         return self.path / "logs"
@@ -139,6 +148,11 @@ class RunDir:
     def record(self) -> Path:
         """The identity of the run: name, launcher, job id, when and by which process it was submitted."""
         return self.path / "run.json"
+
+    @property
+    def submission(self) -> Path:
+        """A function from Python with its arguments, pickled (run/call.py)."""
+        return self.path / "submission.pkl"
 
     @property
     def environment(self) -> Path:

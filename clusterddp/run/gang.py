@@ -29,13 +29,20 @@ HangPolicy = Literal["report", "restart", "fail"]
 _MAX_SPAWNS = 4096
 
 
+def is_call(function: str) -> bool:
+    """Return whether an `entry.function` is one from Python, `module:name(arguments)`, pickled in the run."""
+    return function.endswith(")")
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Entry:
     """The program of a rank, and how it is started."""
 
     kind: Literal["module", "script", "function", "command"]
     target: str
-    """A module, the path of a script, `module:function` or `path.py:function`, a program, or a shell command."""
+    """A module, the path of a script, `module:function` or `path.py:function`, a program, or a shell command.
+
+    `module:function(arguments)`: a function from Python, which is pickled in the run (run/call.py)."""
     words: tuple[str, ...] = ()
     """The words of a command between its program and `args`."""
     args: tuple[Any, ...] = ()
@@ -73,6 +80,11 @@ class Entry:
     def always_stops(self) -> bool:
         """True when the entry is known to stop on request; of another program that shows when it first asks."""
         return self.stop_aware or self.stop_signal != "none"
+
+    @property
+    def is_call(self) -> bool:
+        """True for a function from Python, which is pickled in the run (run/call.py)."""
+        return self.kind == "function" and is_call(self.target)
 
     @property
     def takes_listener(self) -> bool:

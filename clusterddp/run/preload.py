@@ -68,7 +68,7 @@ def find_preload(entry: Entry) -> Preload:
 
 def _scan(entry: Entry) -> _Scan:
     directories = tuple(Path(path) for path in entry.import_paths)
-    where = entry.target.rpartition(":")[0] if entry.kind == "function" else entry.target
+    where = entry.target.partition(":")[0] if entry.kind == "function" else entry.target
     if entry.kind == "script" or where.endswith(".py"):
         files = [Path(where)]
         directories = (*directories, Path(where).resolve().parent)

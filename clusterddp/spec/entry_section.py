@@ -32,7 +32,7 @@ PROGRAMS = ("script", "module", "function", "command")
 _ONE_OF_THEM = "expected one of script, module, function and command"
 
 _FUNCTION = Matching(
-    r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*|[^:\x00]+\.py):[A-Za-z_][A-Za-z0-9_.]*$",
+    r"^([A-Za-z_][A-Za-z0-9_]*(\.[A-Za-z_][A-Za-z0-9_]*)*|[^:\x00]+\.py):[A-Za-z_][A-Za-z0-9_.]*(\(.*\))?$",
     "package.module:function or path/file.py:function",
 )
 
@@ -116,7 +116,8 @@ class EntrySpec(Section):
     module: fields.Module | None = key(None, "Dotted name of a module, as for python -m.")
     function: Function | None = key(
         None,
-        "A Python function that is called with args and kwargs: package.module:function, or path/file.py:function.",
+        "A Python function that is called with args and kwargs: package.module:function, or path/file.py:function. "
+        "With arguments in parentheses it is one that was submitted from Python, and is pickled in the run.",
     )
     command: Command | None = key(
         None,

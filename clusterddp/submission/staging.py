@@ -90,6 +90,12 @@ def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
     for directory in (run.checkpoints, run.tensorboard, run.launcher_dir):
         directory.mkdir(mode=0o700)
     make_attempt(run, 0)
+    if plan.gang.entry.is_call:
+        from clusterddp.submission.functions import write_submission
+
+        parent = RunDir(plan.runs_dir / plan.parent) if plan.parent else None
+        here = plan.launcher != "ssh"
+        write_submission(run, plan.gang.entry.target, plan.submission, parent, here=here)
     surroundings = capture_surroundings(plan.working_dir, environ)
     if plan.snapshot is not None:
         chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)

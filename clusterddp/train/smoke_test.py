@@ -25,6 +25,7 @@ from torch import nn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.assignment import Assignment
+from clusterddp.run.gang import is_call
 from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_json
 from clusterddp.train.begin import begin, prepare
@@ -69,13 +70,15 @@ def check_program(entry: dict[str, Any], variables: RankVariables, *, code_dir: 
     if kind == "command":
         _check_command(entry, variables)
         return
-    where, _, function = target.rpartition(":") if kind == "function" else (target, "", "")
+    where, _, function = target.partition(":") if kind == "function" else (target, "", "")
+    if where == "__main__":
+        return  # a function of a notebook: no file has it
     file = _find_source(where, is_file=kind == "script" or where.endswith(".py"))
     if kind != "module" and Path(where).suffix == ".py":
         sys.path.insert(0, str(file.parent))
     with _reported(variables, f"{file.name} compiles, and what it imports at its top level is there"):
         _import_what_it_imports(file, file.relative_to(code_dir) if file.is_relative_to(code_dir) else file)
-    if function:
+    if function and not is_call(function):
         with _reported(variables, f"{where} has {function}"):
             _find_function(where, function, file)
 

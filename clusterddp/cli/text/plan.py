@@ -239,6 +239,8 @@ def _runs(plan: Plan) -> tuple[str, str]:
 
 def entry_text(entry: Entry) -> str:
     """Write what an entry runs: a command line, or a call; a file of the snapshot by its place there."""
+    if entry.is_call:
+        return printable(entry.target)
     if entry.kind == "function":
         named = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in entry.kwargs.items()]
         values = [json.dumps(value, ensure_ascii=False) for value in entry.args]

@@ -29,6 +29,7 @@ from clusterddp.remote.sessions import Heartbeats, HostSessions, ask_all, each, 
 from clusterddp.remote.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Report, Started, no_report
+from clusterddp.run.call import different_python, read_origin
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_state import read_host_state
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
@@ -296,6 +297,9 @@ def data_dir_of(plan: Plan) -> str | None:
 
 def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], report: Report) -> str:
     preflight(sessions.plan, sessions)
+    submission = run.submission.read_bytes() if sessions.plan.gang.entry.is_call else b""
+    if submission:
+        _refuse_other_pythons(run, sessions)
     assert sessions.plan.ssh is not None
     counts = {node.node_rank: node.gpus for node in sessions.plan.ssh.hosts}
     grants = lease_gpus(sessions.by_node, counts, run=sessions.plan.run)
@@ -312,7 +316,7 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
     write_json(run.plan, plan_json(plan))
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
     facts = {"attempt": attempt, "record": dataclasses.asdict(record), "code": code.name if code else None}
-    orders = _prepare(plan, sessions, grants, facts)
+    orders = _prepare(plan, sessions, grants, facts, submission)
     secrets = {name: environ[name] for name in plan.secrets}
     patience_s = int(plan.gang.heartbeat_timeout_s) + len(orders) // _NODES_PER_S
     answer_s = plan.gang.start_timeout_s + _ANSWER_S
@@ -331,6 +335,18 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
     write_run(run, dataclasses.replace(record, job_id=job_id))
     log_event(run, "submitted", attempt=attempt, job_id=job_id)
     return job_id
+
+
+def _refuse_other_pythons(run: RunDir, sessions: HostSessions) -> None:
+    """Raises: PreflightError: the Python of a host cannot load a function that another one pickled."""
+    theirs = read_origin(run.submission)["python"]
+    for host, session in sessions.by_host.items():
+        here = ".".join(session.hello["version"].split(".")[:2])
+        if here != theirs:
+            raise PreflightError(
+                f"{host}: {different_python(theirs, here)} ({session.hello['python']})",
+                hint="ssh.python, venv, conda or modules of the spec choose the Python on the host",
+            )
 
 
 def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt: int) -> PreflightError:
@@ -370,11 +386,12 @@ def _settle_nodes(sessions: HostSessions, grants: Mapping[int, Grant]) -> Plan:
 
 
 def _prepare(
-    plan: Plan, sessions: HostSessions, grants: Mapping[int, Grant], of_run: Mapping[str, Any]
+    plan: Plan, sessions: HostSessions, grants: Mapping[int, Grant], of_run: Mapping[str, Any], submission: bytes
 ) -> list[SupervisorOrder]:
     """Make the run's directory on every host; return each supervisor's order.
 
-    `of_run`: the attempt, the record and the digest of the code, the same for all hosts.
+    `of_run`: the attempt, the record and the digest of the code, the same for all hosts. `submission`: a function from
+    Python, or nothing.
     """
     there = {host: _at_host(plan, session.hello) for host, session in sessions.by_host.items()}
 
@@ -388,9 +405,9 @@ def _prepare(
 
     # The first host alone: those that share its storage then find the run's copy of the code.
     first = plan.gang.nodes[0].host
-    prepared = sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=[first])
+    prepared = sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=[first], body=submission)
     others = [host for host in sessions.by_host if host != first]
-    prepared |= sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=others)
+    prepared |= sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=others, body=submission)
     return [
         SupervisorOrder(
             run_dir=Path(prepared[node.host].facts["run_dir"]),

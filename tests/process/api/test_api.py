@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import importlib
-import re
 import subprocess
 import sys
-import uuid
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
-from typing import Any
 
 import pytest
 
@@ -138,98 +132,6 @@ def test_processes_of_a_run_find_a_package_that_is_not_installed(tmp_path: Path)
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     checkout = Path(clusterddp.__file__).parents[1]
     assert answer.stdout.strip() == f"{tmp_path / 'x'}:{checkout}"
-
-
-JOBS = """
-import functools, os, clusterddp
-
-def train(lr, *, sizes=(), out=None):
-    print(os.environ["RANK"], lr, sizes, out, flush=True)
-
-def forever():
-    print("up", flush=True)
-    while not clusterddp.should_stop(): pass
-
-def outer():
-    def inner(): pass
-    return inner
-
-short = functools.partial(train, 0.5)
-"""
-
-
-@pytest.fixture
-def jobs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """A module of the user's, imported from where they submit."""
-    name = f"jobs_{uuid.uuid4().hex}"
-    (tmp_path / f"{name}.py").write_text(JOBS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    return importlib.import_module(name)
-
-
-def test_a_function_is_submitted_with_its_arguments(jobs: ModuleType, tmp_path: Path) -> None:
-    run = clusterddp.submit(
-        jobs.train,
-        ["resources.procs_per_node=2"],
-        args=[0.1],
-        kwargs={"sizes": [1, {"a": "😀\u2028: x"}], "out": "{rank}"},
-    )
-    assert run.wait(60) == "COMPLETED"
-    assert run.logs(1) == "1 0.1 [1, {'a': '😀\\u2028: x'}] 1\n"
-    assert clusterddp.load_spec(run.path / "spec.yaml").job.name == "train"
-
-
-def test_a_function_takes_the_rest_of_its_spec_from_a_file(jobs: ModuleType) -> None:
-    plan = clusterddp.plan(jobs.short, base="job.yaml", kwargs={"out": None})
-    assert (plan.name, plan.gang.world_size) == ("job", 2)
-    assert (plan.gang.entry.kind, plan.gang.entry.args, plan.gang.entry.kwargs) == ("function", (0.5,), {"out": None})
-
-
-def test_a_function_of_a_script_is_found_by_its_file(tmp_path: Path) -> None:
-    (tmp_path / "sub").mkdir()
-    script = tmp_path / "sub/go.py"
-    script.write_text(
-        "import clusterddp, helper\n"
-        "def train(lr): print('lr', lr, helper.WORD, flush=True)\n"
-        "if __name__ == '__main__':\n"
-        "    run = clusterddp.submit(train, args=[0.1])\n"
-        "    print(run.wait(60), run.logs())\n"
-    )
-    (tmp_path / "sub/helper.py").write_text("WORD = 'here'\n")
-    done = subprocess.run([sys.executable, script], check=True, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout == "COMPLETED lr 0.1 here\n\n"
-
-
-def test_a_function_of_a_notebook_is_refused_with_what_to_do() -> None:
-    code = "import clusterddp\ndef train(): pass\nclusterddp.submit(train)"
-    done = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True, text=True)
-    assert "train was defined in a notebook or at a prompt: no file has it, so ranks cannot import it" in done.stderr
-
-
-@pytest.mark.parametrize(
-    ("choose", "args", "words"),
-    [
-        (lambda jobs: jobs.outer(), [], "inner is defined within another function"),
-        (lambda jobs: lambda: None, [], "is a lambda"),
-        (lambda jobs: jobs.train, [], "missing a required argument: 'lr'"),
-        (lambda jobs: jobs.train, [{"a": object()}], "argument 1 has a object, expected data"),
-        (lambda jobs: jobs.train, [{1: 2}], "argument 1 has the key 1, expected text"),
-        (lambda jobs: jobs.train, [float("nan")], "argument 1: "),
-        (lambda jobs: dict, [], "found a type, expected a function"),
-    ],
-)
-def test_a_function_that_ranks_could_not_call_is_refused(
-    jobs: ModuleType, choose: Callable[[ModuleType], Any], args: list[Any], words: str
-) -> None:
-    with pytest.raises(UsageError, match=re.escape(words)):
-        clusterddp.plan(choose(jobs), args=args)
-
-
-def test_an_unknown_placeholder_among_a_functions_arguments_is_an_error(jobs: ModuleType) -> None:
-    with pytest.raises(SpecError) as raised:
-        clusterddp.plan(jobs.train, args=["{rnak}"])
-    (problem,) = raised.value.problems
-    assert (problem.key, problem.message) == ("entry.args.0", 'unknown placeholder {rnak}. Did you mean "rank"?')
 
 
 def test_hosts_make_it_a_run_over_ssh() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import sys
+
 import pytest
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace
+from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -25,6 +28,48 @@ device: cpu
 resources: {procs_per_node: 2}
 ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
 """
+
+
+FROM_PYTHON = """
+import os, sys, torch, clusterddp, clusterddp.errors
+
+def outer(word):
+    def train(tensor):
+        if word == "fail" and os.environ["RANK"] == "1":
+            raise ValueError(word)
+        return word, int(os.environ["RANK"]), tensor * 2, bool(sys.modules["submitit"].__file__)
+    return train
+
+run = clusterddp.submit(outer("closure"), base="job.yaml", args=[torch.ones(2)])
+print([(word, rank, tensor.tolist(), has) for word, rank, tensor, has in run.results()])
+try:
+    clusterddp.submit(outer("fail"), base="job.yaml", args=[torch.ones(2)]).results()
+except clusterddp.errors.RankError as error:
+    print(error.rank, error.traceback.splitlines()[-1])
+"""
+"""Two ranks on two nodes call a closure with a tensor; the last value says whether they have all of submitit."""
+
+
+def call_from_python(person: SlurmPerson | SshPlace, spec: str) -> list[str]:
+    (person.path / "job.yaml").write_text(spec + "entry: {script: none.py}\n")
+    argv = [sys.executable, "-c", FROM_PYTHON]
+    return person.rack.run(HEAD, argv, cwd=person.path, env=person.variables(), timeout_s=240).stdout.splitlines()
+
+
+def test_functions_travel_to_a_job_and_their_results_come_back(slurm: SlurmPerson) -> None:
+    spec = SLURM.replace("procs_per_node: 2", "procs_per_node: 1")
+    assert call_from_python(slurm, spec) == [
+        "[('closure', 0, [2.0, 2.0], True), ('closure', 1, [2.0, 2.0], True)]",
+        "1 ValueError: fail",
+    ]
+
+
+def test_functions_travel_to_hosts_without_submitit_and_their_results_come_back(ssh_place: SshPlace) -> None:
+    spec = SSH.replace("procs_per_node: 2", "procs_per_node: 1")
+    assert call_from_python(ssh_place, spec) == [
+        "[('closure', 0, [2.0, 2.0], False), ('closure', 1, [2.0, 2.0], False)]",
+        "1 ValueError: fail",
+    ]
 
 
 def lines_of(run: RunDir) -> list[str]:
