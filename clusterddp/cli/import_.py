@@ -81,7 +81,8 @@ def manifest(
     clusterddp manifest job.yaml --image registry/train:1 --claim runs | kubectl apply -f -
     """
     from clusterddp.importing.manifest import write_manifest
-    from clusterddp.spec.load import load_spec, resolved_yaml
+    from clusterddp.spec.load import load_spec
+    from clusterddp.spec.yamlfile import resolved_yaml
 
     resolved = load_spec(spec, overrides, profile=profile, environ=terminal.environ)
     text = resolved_yaml(resolved.job)

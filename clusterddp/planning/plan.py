@@ -148,7 +148,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
 
     Raises: UsageError, PreflightError, ClusterddpError: the run could not start, with the reason.
     """
-    from clusterddp.spec.load import resolved_yaml
+    from clusterddp.spec.yamlfile import resolved_yaml
 
     runs_dir, working_dir = request.runs_dir.absolute(), request.working_dir.absolute()
     request = dataclasses.replace(request, runs_dir=runs_dir, working_dir=working_dir)

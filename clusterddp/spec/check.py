@@ -77,7 +77,8 @@ def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
 
 def check_section(tree: Mapping, model: type[_Model], key: str) -> tuple[_Model | None, list[Problem]]:
     """Type a mapping that is not part of a spec; `key`: its dotted key, for messages."""
-    known, problems = with_one_spelling(tree, model, tuple(key.split(".")))
+    problems: list[Problem] = []
+    known = with_one_spelling(tree, problems, model, tuple(key.split(".")))
     typed, details = _typed(model, to_data(known))
     found = [_field_problem(known, detail) for detail in details]
     problems += [dataclasses.replace(each, key=f"{key}.{each.key}") for each in found]

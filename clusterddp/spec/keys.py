@@ -54,16 +54,22 @@ _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
 
 def with_one_spelling(
-    tree: Mapping, model: AnySection = JobSpec, path: tuple[str, ...] = (), *, stored: bool = False
-) -> tuple[Mapping, list[Problem]]:
-    """Rename every key of a spec's tree to its one spelling; report and drop unknown keys.
+    tree: Mapping,
+    problems: list[Problem],
+    model: AnySection = JobSpec,
+    path: tuple[str, ...] = (),
+    *,
+    stored: bool = False,
+) -> Mapping:
+    """Rename every key of a spec's tree to its one spelling; drop unknown keys and add them to `problems`.
 
     `model`, `path`: of the section, when the tree is one. Empty sections stay: `merge` handles them. `stored`: the spec
     is that of a run, which has every key of the version that made it; removed keys are dropped without a report.
     """
-    problems: list[Problem] = []
-    known = _section(tree, model, path, problems)
-    return known, [each for each in problems if not (stored and each.key in _REMOVED)]
+    found: list[Problem] = []
+    known = _section(tree, model, path, found)
+    problems += [each for each in found if not (stored and each.key in _REMOVED)]
+    return known
 
 
 def complete_override(typed: str) -> list[tuple[str, str]]:

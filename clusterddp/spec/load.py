@@ -9,9 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
 from collections.abc import Mapping as Map
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +29,7 @@ from clusterddp.spec.layers import (
     read_shared_files,
     refusals,
 )
-from clusterddp.spec.model import JobSpec, json_schema
+from clusterddp.spec.model import JobSpec
 from clusterddp.spec.program_arguments import names_argument, set_argument, words_problem
 from clusterddp.spec.train import TrainSpec
 from clusterddp.spec.tree import (
@@ -37,29 +37,13 @@ from clusterddp.spec.tree import (
     Node,
     Place,
     decode,
-    format_spec_error,
     in_order,
     merge,
     read_bytes,
     read_stdin,
     without,
 )
-from clusterddp.spec.yamlfile import parse, resolved_yaml
-
-__all__ = [
-    "Change",
-    "ResolvedSpec",
-    "Written",
-    "default_values",
-    "flatten",
-    "format_spec_error",
-    "json_schema",
-    "lay_over",
-    "load_spec",
-    "read_layers",
-    "resolve",
-    "resolved_yaml",
-]
+from clusterddp.spec.yamlfile import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,16 +141,26 @@ def read_layers(
 
     Raises: SpecError: the file, or the profile, cannot be read at all.
     """
-    path, name, text = _read(source)
+    path, name = None, "<text>"
+    if source == "-":
+        name, data = "<stdin>", read_stdin()
+    elif isinstance(source, str) and ("\n" in source or "\r" in source):
+        data = source.encode("utf-8", "surrogatepass")
+    else:
+        path, name = Path(source), str(Path(source))
+        data = read_bytes(path)
+    text = decode(data, name)
     spec = parse(text, name)
-    base = Base(tree=Mapping(place=spec.place)) if whole else read_base(environ, profile, path)
-    problems = list(base.problems)
-    known = _known(spec, problems, stored=whole)
+    problems: list[Problem] = []
+    if whole:
+        below, shared = Mapping(place=spec.place), SharedFiles()
+    else:
+        below, shared = _read_layers_below(environ, profile, path, problems)
+    known = with_one_spelling(spec, problems, stored=whole)
     from_environment, found = parse_environment(environ)
     problems += found
     arguments = _arguments(overrides, problems)
     laid_over = [*from_environment, *arguments, *from_options(flags or {}), *([hosts] if hosts else [])]
-    below = base.tree
     if "train" not in known.entries and ("entry" in known.entries or any(one.path[0] == "entry" for one in laid_over)):
         below = without(below, ("train",))  # for the specs without an entry
     tree = merge(below, known)
@@ -180,7 +174,7 @@ def read_layers(
         name=name,
         text=text,
         arguments=tuple(override.path for override in arguments),
-        shared=base.shared,
+        shared=shared,
     )
 
 
@@ -197,7 +191,7 @@ def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapp
     """Return the tree with one value set or reset; a problem with it is added to `problems`."""
     if names_argument(override.path):
         return set_argument(tree, override, problems)
-    known = _known(override.as_tree(), problems)
+    known = with_one_spelling(override.as_tree(), problems)
     if override.node is not None:
         return merge(tree, known)
     path: list[str] = []
@@ -208,33 +202,22 @@ def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapp
     return without(tree, tuple(path)) if len(path) == len(override.path) else tree
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Base:
-    """The values below those of a spec."""
-
-    tree: Mapping
-    problems: tuple[Problem, ...] = ()
-    """Unknown keys, and keys that a shared file may not set."""
-    shared: SharedFiles = field(default_factory=SharedFiles)
-    """The files that were read."""
-
-
-def read_base(environ: Map[str, str], profile: str | None, spec: Path | None) -> Base:
-    """Read what the spec at `spec` is laid over; None: a spec without a file, in the working directory.
+def _read_layers_below(
+    environ: Map[str, str], profile: str | None, spec: Path | None, problems: list[Problem]
+) -> tuple[Mapping, SharedFiles]:
+    """Read and merge what the spec at `spec` is laid over; None: a spec without a file, in the working directory.
 
     A profile that the command names overrides the project file; the default profile does not.
-    Raises: SpecError: a file cannot be used at all.
     """
-    problems: list[Problem] = []
     shared = read_shared_files(environ, spec.absolute().parent if spec else Path.cwd(), spec=spec)
-    site, project = (_known(file.tree, problems) if file else None for file in (shared.site, shared.project))
+    site, project = (with_one_spelling(file.tree, problems) if file else None for file in (shared.site, shared.project))
     for tree in filter(None, (site, project)):
         problems += refusals(tree)
     chosen = read_profile(environ, profile)
-    of_profile = _known(chosen, problems) if chosen is not None else None
+    of_profile = with_one_spelling(chosen, problems) if chosen is not None else None
     layers = [site, of_profile, project] if profile is None else [site, project, of_profile]
     tree = functools.reduce(merge, [layer for layer in layers if layer is not None], Mapping(place=Place(source="")))
-    return Base(tree=tree, problems=tuple(problems), shared=shared)
+    return tree, shared
 
 
 def read_shared_values(environ: Map[str, str], spec: Path) -> dict[str, Node]:
@@ -244,16 +227,18 @@ def read_shared_values(environ: Map[str, str], spec: Path) -> dict[str, Node]:
     """
     tree = Mapping(place=Place(source=""))
     for file in read_shared_files(environ, spec.absolute().parent, spec=spec):
-        tree = merge(tree, with_one_spelling(file.tree)[0])
-    return dict(_leaves(tree, ""))
+        tree = merge(tree, with_one_spelling(file.tree, []))
+    found: dict[str, Node] = {}
 
+    def collect(tree: Mapping, prefix: str) -> None:
+        for key, node in tree.entries.items():
+            if isinstance(node, Mapping):
+                collect(node, f"{prefix}{key}.")
+            else:
+                found[f"{prefix}{key}"] = node
 
-def _leaves(tree: Mapping, prefix: str) -> Iterator[tuple[str, Node]]:
-    for key, node in tree.entries.items():
-        if isinstance(node, Mapping):
-            yield from _leaves(node, f"{prefix}{key}.")
-        else:
-            yield f"{prefix}{key}", node
+    collect(tree, "")
+    return found
 
 
 @functools.cache
@@ -273,22 +258,6 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def _read(source: Path | str) -> tuple[Path | None, str, str]:
-    """Return the spec's path, the name that messages use, and its text."""
-    if source == "-":
-        return None, "<stdin>", decode(read_stdin(), "<stdin>")
-    if isinstance(source, str) and ("\n" in source or "\r" in source):
-        return None, "<text>", decode(source.encode("utf-8", "surrogatepass"), "<text>")
-    path = Path(source)
-    return path, str(path), decode(read_bytes(path), str(path))
-
-
-def _known(tree: Mapping, problems: list[Problem], *, stored: bool = False) -> Mapping:
-    known, found = with_one_spelling(tree, stored=stored)
-    problems += found
-    return known
 
 
 def _arguments(arguments: Sequence[str], problems: list[Problem]) -> list[Override]:

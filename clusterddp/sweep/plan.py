@@ -193,7 +193,7 @@ def _beside_others(plan: Plan, throttle: int | None) -> Plan:
 
 def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: str) -> Plan:
     """Return the plan of another run of a sweep: the same job, with other values of train, env and entry.args."""
-    from clusterddp.spec.load import resolved_yaml
+    from clusterddp.spec.yamlfile import resolved_yaml
 
     job = with_absolute_paths(resolved.job, plan.working_dir)
     entry = plan.gang.entry

@@ -401,7 +401,7 @@ class NodeWorker(Worker):
         Raises: UsageError, PreflightError, ClusterddpError: this machine cannot take part.
         """
         from clusterddp.spec.hosts import share_out, unused_hosts
-        from clusterddp.spec.load import resolved_yaml
+        from clusterddp.spec.yamlfile import resolved_yaml
 
         job, number = self.resolved.job, self.seat.number
         shares = share_out(job)

@@ -9,7 +9,8 @@ from typing import Any
 import yaml
 
 from clusterddp.importing.manifest import write_manifest
-from clusterddp.spec.load import load_spec, resolved_yaml
+from clusterddp.spec.load import load_spec
+from clusterddp.spec.yamlfile import resolved_yaml
 from tests.support.paths import GOLDEN
 
 SPEC = (GOLDEN / "kubeflow_job.yaml").read_text()

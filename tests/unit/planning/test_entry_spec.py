@@ -16,8 +16,9 @@ from clusterddp.ranks.environment import (
     init_method,
     placeholder_values,
 )
-from clusterddp.spec.load import load_spec, resolved_yaml
+from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import JobSpec
+from clusterddp.spec.yamlfile import resolved_yaml
 from tests.support.launch_runs import plan_text
 
 

@@ -11,7 +11,8 @@ import jsonschema
 import pytest
 import yaml
 
-from clusterddp.spec.load import json_schema, load_spec
+from clusterddp.spec.load import load_spec
+from clusterddp.spec.model import json_schema
 from tests.support.paths import ROOT
 
 JOBS = sorted((ROOT / "jobs").glob("*.yaml"))

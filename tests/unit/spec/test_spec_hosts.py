@@ -14,8 +14,10 @@ from hypothesis import strategies as st
 from clusterddp.errors import Problem, SpecError
 from clusterddp.network.hostlist import expand
 from clusterddp.spec.hosts import expand_hosts, parse_hosts, read_hostfile, share_out
-from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml
+from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import JobSpec
+from clusterddp.spec.tree import format_spec_error
+from clusterddp.spec.yamlfile import resolved_yaml
 
 SSH = "name: x\nlauncher: ssh\n"
 

@@ -12,9 +12,10 @@ from pydantic import ValidationError
 
 from clusterddp.errors import SpecError
 from clusterddp.spec.fields import Duration
-from clusterddp.spec.load import load_spec, resolved_yaml
+from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import EntrySpec, JobSpec, Resources
 from clusterddp.spec.train import TrainSpec
+from clusterddp.spec.yamlfile import resolved_yaml
 
 
 def load(text: str) -> JobSpec:

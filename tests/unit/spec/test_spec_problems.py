@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.load import format_spec_error, load_spec
+from clusterddp.spec.load import load_spec
+from clusterddp.spec.tree import format_spec_error
 
 
 def error_of(text: str, *overrides: str) -> SpecError:

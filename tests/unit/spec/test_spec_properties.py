@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 from clusterddp.errors import SpecError
 from clusterddp.ranks.environment import find_placeholders
-from clusterddp.spec.load import format_spec_error, load_spec, resolved_yaml
+from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import JobSpec
-from clusterddp.spec.tree import decode
-from clusterddp.spec.yamlfile import parse
+from clusterddp.spec.tree import decode, format_spec_error
+from clusterddp.spec.yamlfile import parse, resolved_yaml
 
 bounded = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 

@@ -9,7 +9,8 @@ import jsonschema
 import pytest
 
 from clusterddp.errors import SpecError
-from clusterddp.spec.load import json_schema, load_spec
+from clusterddp.spec.load import load_spec
+from clusterddp.spec.model import json_schema
 
 
 @pytest.fixture(scope="module")
