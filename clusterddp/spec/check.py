@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import itertools
 import re
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +20,18 @@ from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.model import JobSpec, notify_conflicts
 from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.train import BUILT_IN, FOLDER, IMAGE_SETS, fits_fastnet, kept_side, own_side
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, did_you_mean, problem_at, to_data
+from clusterddp.spec.tree import (
+    ListNode,
+    Mapping,
+    Node,
+    Place,
+    Scalar,
+    describe,
+    did_you_mean,
+    problem_at,
+    to_data,
+    without,
+)
 from clusterddp.system.timeouts import HOST_SILENCE_S
 
 if TYPE_CHECKING:
@@ -59,19 +72,20 @@ _KINDS = {
 
 def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
     """Type a tree whose keys are known; return a job, or problems."""
-    data = to_data(tree)
-    job, details = _typed(JobSpec, data)
+    job, details = _typed(JobSpec, to_data(tree))
     problems = [_field_problem(tree, detail) for detail in details]
     wrong = [_named_part(detail["loc"]) for detail in details]
     if job is None:
         # Valid values may still conflict: the rules check a spec without the invalid ones.
-        for path in wrong:
-            _remove(data, path)
-        job, _ = _typed(JobSpec, {"name": "unnamed"} | data)
+        job, _ = _typed(JobSpec, {"name": "unnamed"} | to_data(functools.reduce(without, wrong, tree)))
     job = job and with_node_for_each_host(job)
     for conflict in _conflicts(job) if job else ():
-        if not any(_touches(key, ".".join(path)) for key in conflict.keys for path in wrong):
-            problems.append(_conflict_problem(tree, conflict))
+        paths = [tuple(key.split(".")) for key in conflict.keys]
+        if any(_touches(path, other) for path in paths for other in wrong):
+            continue
+        written = next((path for path in paths if _locate(tree, path)[2] == len(path)), paths[0])
+        place = _locate(tree, written)[1]
+        problems.append(problem_at(place, conflict.message, conflict.hint, key=conflict.keys[0]))
     return (None, problems) if problems else (job, [])
 
 
@@ -93,38 +107,14 @@ def _typed(model: type[_Model], data: dict[str, Any]) -> tuple[_Model | None, li
         return None, error.errors(include_url=False)
 
 
-def _touches(key: str, other: str) -> bool:
-    """Return whether one key contains the other."""
-    return f"{key}.".startswith(f"{other}.") or f"{other}.".startswith(f"{key}.")
-
-
 def _named_part(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     """Return the location up to the first list index."""
-    named: list[str] = []
-    for part in loc:
-        if not isinstance(part, str) or part == "[key]":
-            break
-        named.append(part)
-    return tuple(named)
+    return tuple(str(part) for part in itertools.takewhile(lambda part: isinstance(part, str) and part != "[key]", loc))
 
 
-def _remove(data: dict[str, Any], path: tuple[str, ...]) -> None:
-    for part in path[:-1]:
-        child = data.get(part)
-        if not isinstance(child, dict):
-            return
-        data = child
-    data.pop(path[-1], None)
-
-
-def _conflict_problem(tree: Mapping, conflict: Conflict) -> Problem:
-    key = next((key for key in conflict.keys if _has(tree, key)), conflict.keys[0])
-    return problem_at(_locate(tree, tuple(key.split(".")))[1], conflict.message, conflict.hint, key=conflict.keys[0])
-
-
-def _has(tree: Mapping, key: str) -> bool:
-    path = tuple(key.split("."))
-    return _locate(tree, path)[2] == len(path)
+def _touches(path: tuple[str, ...], other: tuple[str, ...]) -> bool:
+    """Return whether one key contains the other."""
+    return all(part == its for part, its in zip(path, other, strict=False))
 
 
 def _field_problem(tree: Mapping, detail: ErrorDetails) -> Problem:
@@ -149,23 +139,16 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
         name, bound = _BOUNDS[kind]
         return f"found {found}, expected {bound} {float(context[name]):.12g}", None
     if kind == "literal_error":
-        message, hint = _choice_words(found, node, re.findall("'([^']*)'", context["expected"]))
-        return message, removed or hint
+        choices = re.findall("'([^']*)'", context["expected"])
+        no = "none" in choices and (node is None or written.lower() in {"no", "off", "false", "null", "~", ""})
+        meant = "" if no else did_you_mean(written, choices)
+        expected = ", ".join(choices[:-1]) + f" or {choices[-1]}{meant}"
+        return f"found {found}, expected {expected}", removed or ("write none" if no else None)
     if kind in _KINDS:
-        text = node.text if isinstance(node, Scalar) else ""
-        simple = _KINDS[kind] == "a list" and re.fullmatch(r"[\w./=-]{1,40}( [\w./=-]{1,40}){0,9}", text)
-        hint = f"write [{', '.join(text.split())}]" if simple else None
+        simple = _KINDS[kind] == "a list" and re.fullmatch(r"[\w./=-]{1,40}( [\w./=-]{1,40}){0,9}", written)
+        hint = f"write [{', '.join(written.split())}]" if simple else None
         return f"found {found}, expected {_KINDS[kind]}", hint
     return f"found {found}, expected something else ({kind})", None
-
-
-def _choice_words(found: str, node: Node | None, choices: list[str]) -> tuple[str, str | None]:
-    listed = ", ".join(choices[:-1]) + f" or {choices[-1]}"
-    written = node.text if isinstance(node, Scalar) else ""
-    hint = None
-    if "none" in choices and (node is None or written.lower() in {"no", "off", "false", "null", "~", ""}):
-        hint = "write none"
-    return f"found {found}, expected {listed}{did_you_mean(written, choices) if not hint else ''}", hint
 
 
 def _locate(tree: Mapping, loc: tuple[int | str, ...], *, of_key: bool = False) -> tuple[Node | None, Place, int]:

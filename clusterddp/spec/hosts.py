@@ -203,9 +203,14 @@ def refuse_too_many(hosts: Iterable[object]) -> None:
     """Refuse a list of more than 4,096 hosts before any set in it is expanded."""
     total = 0
     for number, item in enumerate(hosts, 1):
-        total += max(1, _count_one(item))
+        written = item.get("host") if isinstance(item, dict) else getattr(item, "host", item)
+        text = written.text if isinstance(written, Scalar) else written if isinstance(written, str) else ""
+        try:
+            total += max(1, count(text))
+        except ClusterddpError:  # its own reader reports it
+            total += 1
         if total > MAX_HOSTS:
-            raise problem(f"more than {MAX_HOSTS:,} hosts, counted up to entry {number}, {show(_written(item))}")
+            raise problem(f"more than {MAX_HOSTS:,} hosts, counted up to entry {number}, {show(text)}")
 
 
 def expand_all(texts: Iterable[str]) -> list[str]:
@@ -261,25 +266,11 @@ def unused_hosts(job: JobSpec) -> tuple[str, ...]:
     return tuple(host.host for _, host in expand_hosts(job.ssh.hosts))[job.resources.nodes :]
 
 
-def _count_one(item: object) -> int:
-    """Count the hosts of an entry that is not typed yet; an invalid entry counts as 0."""
-    try:
-        return count(_written(item))
-    except ClusterddpError:
-        return 0
-
-
-def _written(item: object) -> str:
-    """Return the host of an entry as written; empty where there is none."""
-    written = item.get("host") if isinstance(item, dict) else getattr(item, "host", item)
-    text = written.text if isinstance(written, Scalar) else written
-    return text if isinstance(text, str) else ""
-
-
 _PATH = ("ssh", "hosts")
 _SLOTS = ("slots", "gpus")
 _WORD = re.compile(r"[^\s=]+\s*=\s*[^\s=]*|\S+")
 _PART = re.compile(r"(?:[^,\s\[]|\[[^\]]*\]?)+")
+"""What stands between commas and blanks outside of brackets."""
 _NUMBERED = re.compile(r"(?P<host>[^:]+):(?P<slots>0*[1-9][0-9]{0,5})")
 _HINTS = {
     "port": "a port belongs in ssh_config",
@@ -316,13 +307,8 @@ def read_hostfile(path: Path) -> Override:
 def parse_hosts(text: str) -> Override:
     """Parse `--hosts`: hosts or sets of hosts, separated by commas, each with an optional `:N` for its slots."""
     place = Place(source=f"--hosts {show(text)}", origin="--hosts")
-    items = tuple(_host_with_number(part.strip(), place) for part in _split(text))
+    items = tuple(_host_with_number(part.strip(), place) for part in _PART.findall(text) or [text])
     return Override(path=_PATH, node=ListNode(items=items, place=place), place=place)
-
-
-def _split(text: str) -> list[str]:
-    """Split at commas and blanks outside of brackets."""
-    return _PART.findall(text) or [text]
 
 
 def _read_line(line: str, number: int, whole: Place, problems: list[Problem]) -> Node | None:

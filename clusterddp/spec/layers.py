@@ -183,15 +183,11 @@ def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, L
     chosen, profile = _find(environ, name)
     if profile is None or _LOGIN not in profile.entries:
         return None
-    return chosen, _read_login(profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}")
-
-
-def _read_login(node: Node, place: Place, key: str) -> Login:
-    """Read a profile's login node: a mapping, or only the host's name. `place`: of its key."""
     # A command without a login node must not wait for pydantic to load.
     from clusterddp.spec.check import check_section
     from clusterddp.spec.hosts import Login
 
+    node, place, key = profile.entries[_LOGIN], profile.keys[_LOGIN], f"profiles.{chosen}.{_LOGIN}"
     if isinstance(node, Scalar) and not node.null:
         node = Mapping(entries={"host": node}, keys={"host": place}, place=place)
     if not isinstance(node, Mapping):
@@ -208,7 +204,7 @@ def _read_login(node: Node, place: Place, key: str) -> Login:
     wrong = f"{login.host} is a set of hosts, expected one" if several else login.python_problem
     if wrong:
         raise spec_error(place, wrong, key=key)
-    return login
+    return chosen, login
 
 
 def _find(environ: Map[str, str], name: str | None) -> tuple[str, Mapping | None]:
@@ -356,14 +352,19 @@ def find_project_file(environ: Map[str, str], directory: Path, *, spec: Path | N
 
     With neither above, as far up as the directories belong to this user and no other user can write to them.
     """
+
+    def is_own(directory: Path) -> bool:
+        found = directory.stat()
+        return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
+
     home = Path(environ["HOME"]).resolve() if environ.get("HOME") else None
     places = [directory.resolve(), *directory.resolve().parents]
     ends = [index for index, place in enumerate(places) if place == home or _exists(place / ".git")]
-    above: Iterable[Path] = places[1 : ends[0] + 1] if ends else itertools.takewhile(_is_own, places[1:])
+    above: Iterable[Path] = places[1 : ends[0] + 1] if ends else itertools.takewhile(is_own, places[1:])
     own = spec.absolute() if spec else None
     for place in (places[0], *above):
         path = place / PROJECT_FILE
-        if os.path.lexists(path) and not (own and _is_same(path, own)):
+        if os.path.lexists(path) and not (own and _exists(path) and _exists(own) and path.samefile(own)):
             return path
     return None
 
@@ -402,7 +403,12 @@ def _refuse_stranger(path: Path, place: Place, variable: str, found: os.stat_res
     without_it = f"; {variable}= (empty) goes without it"
     owners = {found.st_uid, os.lstat(path).st_uid} - {0, os.geteuid()}
     if owners:
-        message = f"belongs to {_user_name(owners.pop())}, expected a file of yours or root's: its values are not used"
+        uid = owners.pop()
+        try:
+            user = f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
+        except KeyError:
+            user = f"uid {uid}"
+        message = f"belongs to {user}, expected a file of yours or root's: its values are not used"
         raise spec_error(place, message, f"a copy of your own counts{without_it}")
     others = stat.S_IWOTH | (0 if _is_private_group(found) else stat.S_IWGRP)
     if found.st_mode & others:
@@ -419,27 +425,11 @@ def _is_private_group(found: os.stat_result) -> bool:
     return group.gr_name == owner and set(group.gr_mem) <= {owner}
 
 
-def _is_same(path: Path, spec: Path) -> bool:
-    return _exists(path) and _exists(spec) and path.samefile(spec)
-
-
 def _exists(path: Path) -> bool:
     try:
         return path.exists()
     except OSError:  # in a directory that this user cannot search
         return False
-
-
-def _is_own(directory: Path) -> bool:
-    found = directory.stat()
-    return found.st_uid == os.geteuid() and not found.st_mode & stat.S_IWOTH
-
-
-def _user_name(uid: int) -> str:
-    try:
-        return f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-    except KeyError:
-        return f"uid {uid}"
 
 
 def _read_runs_dir(tree: Mapping, path: Path) -> Path | None:

@@ -229,7 +229,12 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
         if reason:
             problems.append(problem_at(axis.place, reason, _WHICH, key=axis.key))
             continue
-        problems += _twice(axis)
+        seen: set[tuple[str, bool]] = set()
+        for node in axis.nodes:  # two equal values would make two equal runs
+            if isinstance(node, Scalar) and (node.text, node.quoted) in seen:
+                problems.append(problem_at(node.place, f"{show(node.text)} is swept twice", key=axis.key))
+            elif isinstance(node, Scalar):
+                seen.add((node.text, node.quoted))
         whole = next((other for other in axes.values() if other.path == axis.path[: len(other.path)]), axis)
         if whole is not axis:
             problems.append(problem_at(axis.place, f"is part of {whole.key}, which is swept, too", key=axis.key))
@@ -251,18 +256,6 @@ def _why_not_swept(path: tuple[str, ...]) -> str | None:
     if path[0] in _SECTIONS and len(path) == 1:
         return f"cannot be swept: it is a section; name a key of it, such as {path[0]}.{_SECTIONS[path[0]]}"
     return None
-
-
-def _twice(axis: Axis) -> list[Problem]:
-    """Find values that would make two equal runs."""
-    seen: set[tuple[str, bool]] = set()
-    problems = []
-    for node in axis.nodes:
-        if isinstance(node, Scalar):
-            if (node.text, node.quoted) in seen:
-                problems.append(problem_at(node.place, f"{show(node.text)} is swept twice", key=axis.key))
-            seen.add((node.text, node.quoted))
-    return problems
 
 
 def _resolve_all(written: Written, base: Mapping, axes: tuple[Axis, ...]) -> tuple[tuple[Variant, ...], list[Problem]]:
