@@ -58,7 +58,8 @@ print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUS
 """
 AGENTS = """
 import json, os, resource, sys, threading
-from clusterddp.remote.session import HostAccess, Session
+from clusterddp.remote.session import Session
+from clusterddp.planning.ssh.plan import HostAccess
 from clusterddp.remote.sessions import open_sessions
 accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
 made = open_sessions(accesses, environ=os.environ)

@@ -44,7 +44,7 @@ class Selection:
         Raises: UsageError: the run is on Slurm.
         """
         from clusterddp.look.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
-        from clusterddp.remote.session import HostAccess
+        from clusterddp.planning.ssh.plan import HostAccess
         from clusterddp.spec.hosts import expand_all
 
         root = self.root or DEFAULT_ROOT

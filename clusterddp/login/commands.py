@@ -20,7 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
 from clusterddp.login.record import AT_LOGIN
 from clusterddp.planning.program import absent_notes, plan_program
-from clusterddp.remote.session import NO_PACKAGE, HostAccess, constant_command, package, ssh_argv
+from clusterddp.planning.ssh.plan import HostAccess, constant_command
+from clusterddp.remote.session import NO_PACKAGE, package, ssh_argv
 from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
 from clusterddp.system.archive import Archive

@@ -14,8 +14,7 @@ from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
 from clusterddp.planning.plan import read_plan_json
-from clusterddp.planning.ssh.plan import SshPlan
-from clusterddp.remote.session import HostAccess
+from clusterddp.planning.ssh.plan import HostAccess, SshPlan
 from clusterddp.remote.sessions import Opener, SessionPool, Work
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs

@@ -23,7 +23,7 @@ from clusterddp.run.usage import Usage, expires_at, measure_run
 from clusterddp.run.view import RunState, RunView
 
 if TYPE_CHECKING:
-    from clusterddp.remote.session import HostAccess
+    from clusterddp.planning.ssh.plan import HostAccess
     from clusterddp.results.host_run import HostRun
 
 _HOSTS_TIMEOUT_S = 6.0

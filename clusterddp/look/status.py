@@ -352,7 +352,8 @@ class Diagnosis:
 _MEMORY = r"lack of memory|OUT_OF_MEMORY|MemoryError|[Cc]annot allocate memory|can't allocate memory|[Oo]ut of memory"
 _STORAGE = r"No space left on device|[Dd]isk quota|Read-only file system|Stale file handle|Input/output error"
 _TIME = (
-    r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|Slurm ended the job before|did not stop within"
+    r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|before the job is taken away"
+    r"|Slurm ended the job before|did not stop within"
 )
 _NETWORK = (
     r"\bgloo\b|\bnccl|\bNCCL|DistNetworkError|DistStoreError|Connection(Error)?:? ?(closed|reset|refused|aborted|timed)"

@@ -27,7 +27,7 @@ NEVER_ASKED = "the program exited with code 0 and never asked clusterddp.should_
 _JUDGE_QUIET_S = 1.0
 
 Restart = Literal["none", "here", "another job"]
-"""Who starts the next attempt: no process, the same supervisors, or another start of the Slurm job."""
+"""Who starts the next attempt: no process, the same supervisors, or another start of the batch job."""
 
 
 class Attempt:
@@ -41,15 +41,15 @@ class Attempt:
         self.stopped_by_time_limit = False
         self.cancel_reason: str | None = None
         self.stopped_by_people = False
-        """True when the request to stop cannot come from Slurm."""
+        """True when the request to stop cannot come from the batch system."""
         self.asks = gang.entry.always_stops
         """True when the program is known to take part in the stop contract."""
         self.job_ends = False
-        """On Slurm: the job ends, and the run may go on in another start of it."""
+        """The batch job ends, and the run may go on in another start of it."""
         self.job_failure: str | None = None
-        """On Slurm: why the job has failed although its ranks have not."""
+        """Why the batch job has failed although its ranks have not."""
         self.ends_by = float("inf")
-        """When the ranks that are left have to be ended, because Slurm kills them soon after."""
+        """When the ranks that are left have to be ended, because the batch system kills them soon after."""
         self.connected = False
         """True when a node has seen a connection to the master's address and port, or cannot see any."""
         self.running: set[int] = {rank for node in gang.nodes for rank in node.ranks}
@@ -122,7 +122,7 @@ class Attempt:
         elif self._gang.time_limit_s is not None and now >= self.begun + self._gang.time_limit_s:
             what = f"did not stop before the time limit of {self._gang.time_limit_s:g} s"
         elif now >= self.ends_by:
-            what = f"did not stop before Slurm takes the job away ({self.stop_reason})"
+            what = f"did not stop before the job is taken away ({self.stop_reason})"
         if what is not None:
             host = self._gang.node_of(rank).host
             failure = Failure.at(host, f"{self._spell(self.running)} {what}", rank=rank)
@@ -130,7 +130,7 @@ class Attempt:
             self.fail(failure, now)
 
     def is_about_to_be_killed(self, now: float) -> bool:
-        """Return whether Slurm soon kills what is left: a node without heartbeats is lost then, which is the cause."""
+        """Return whether what is left is soon killed: a node without heartbeats is lost then, which is the cause."""
         return now >= self.ends_by - _JUDGE_QUIET_S
 
     def is_over(self, now: float) -> bool:
@@ -203,11 +203,11 @@ class Attempt:
 class Restarts:
     """Decides after each attempt whether another one follows, and which process starts it."""
 
-    def __init__(self, gang: Gang, *, first_attempt: int, first_restart: int, on_slurm: bool) -> None:
+    def __init__(self, gang: Gang, *, first_attempt: int, first_restart: int, in_job: bool) -> None:
         self._gang = gang
         self._first_attempt = first_attempt
         self._first_restart = first_restart
-        self._on_slurm = on_slurm
+        self._in_job = in_job
         self.final = False
         """True once something has happened after which no process starts another attempt."""
         self.incomplete = False
@@ -226,12 +226,12 @@ class Restarts:
         if end.outcome in {"COMPLETED", "CANCELLED"} or self.before(attempt) >= self._gang.restarts:
             return "none"
         if attempt.job_ends:
-            # Slurm ends the job: a failure meanwhile follows from that, or comes again.
+            # The job ends: a failure meanwhile follows from that, or comes again.
             return "another job"
         if end.outcome == "STOPPED":
             return "here" if attempt.stopped_by_time_limit and able and not self.final else "none"
         cause = attempt.cause() if attempt.settling else None
-        # A node that is lost after a SIGTERM of Slurm's still counts: srun ends a step so when a task was killed.
+        # A node that is lost after the job's SIGTERM still counts: a job step ends so when a task was killed.
         stopped = attempt.stop_reason is not None and (
             attempt.stopped_by_people or not (cause and cause.job_restartable)
         )
@@ -239,7 +239,7 @@ class Restarts:
             return "none"
         if cause.restartable and able:
             return "here"
-        return "another job" if self._on_slurm and (cause.job_restartable or cause.restartable) else "none"
+        return "another job" if self._in_job and (cause.job_restartable or cause.restartable) else "none"
 
 
 def _may_be_earlier(end: RankEnd) -> bool:

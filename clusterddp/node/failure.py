@@ -70,7 +70,7 @@ class Failure:
     restartable: bool = False
     """True when a restart of the ranks may help: a rank failed, and all supervisors live."""
     job_restartable: bool = False
-    """True when another start of the Slurm job may help: a node is lost."""
+    """True when another start of the batch job may help: a node is lost."""
 
     @classmethod
     def at(cls, host: str, error: str, *, rank: int | None = None, **weighed: Any) -> Failure:

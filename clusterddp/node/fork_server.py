@@ -31,7 +31,7 @@ from clusterddp.node.processes import die_with_parent, open_for_append
 from clusterddp.ranks.environment import LISTENER_FD, SUPERVISOR_PID
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
-"""Users and Slurm send these to all processes of a run to stop it. The supervisor handles them for all ranks."""
+"""Users and batch systems send these to all processes of a run to stop it. The supervisor handles them."""
 _MAX_PRINTED = 65536
 
 

@@ -49,7 +49,7 @@ class Facts:
     started: bool = False
     """True once ranks of the attempt were ordered to start."""
     restarts_left: bool = False
-    """On Slurm: another start of the job may begin another attempt."""
+    """In a batch job: another start of it may begin another attempt."""
 
     def to_json(self) -> dict[str, Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
@@ -67,7 +67,7 @@ class Guard:
         self, order: SupervisorOrder, environment: Mapping[str, str], log: int, keep: tuple[int, ...] = ()
     ) -> None:
         """`keep`: descriptors that the guard inherits and holds until it ends."""
-        restarts_left = order.slurm is not None and order.restarts_left_after(order.attempt)
+        restarts_left = order.job is not None and order.restarts_left_after(order.attempt)
         self.facts = Facts(order=order, supervisor_pid=os.getpid(), attempt=order.attempt, restarts_left=restarts_left)
         self.pid = 0
         self._environment = dict(environment) | {COOKIE: cookie(order.gang.token, f"g{order.node_rank}")}
@@ -122,7 +122,7 @@ class Guard:
 def main() -> int:
     """Wait for the supervisor's end, and clean up if it was killed."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # Slurm signals every process of a step
+        signal.signal(number, signal.SIG_IGN)  # a batch system signals every process of a job
     os.close(int(sys.argv[1]))
     facts = read_facts()
     if facts is not None:

@@ -6,9 +6,10 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, Protocol
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import is_cut_off
@@ -18,7 +19,6 @@ from clusterddp.node.failure import Failure, RankEnd, reported_failure
 from clusterddp.node.guard import Guard
 from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.helpers import Helpers
-from clusterddp.node.job_watch import JobWatch, apply_intent
 from clusterddp.node.link import facts_of
 from clusterddp.node.log import log, log_end, log_line
 from clusterddp.node.rank import ENDING
@@ -38,6 +38,53 @@ _CONFIRM_S = 4.0
 """How long nodes may take to confirm their end after they have given up."""
 _MAX_FILES, _MAX_BYTES = 5000, 100_000_000
 """Of the code of a program, which `may_look_for_file` reads."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Intent:
+    """What is about to happen to the batch job of a run."""
+
+    kind: Literal["goes_on", "cancelled", "time_is_up", "failed"]
+    reason: str
+    ends_by: float | None = None
+    """When everything must be over, on the supervisor's clock; None: there is no limit."""
+    node_is_down: bool = False
+    """True when the job ends because it has lost a node."""
+
+    def apply(self, attempt: Attempt) -> bool:
+        """Note it in the attempt; True when its ranks have yet to be asked to stop."""
+        log_line(f"the job: {self.reason}")
+        if self.kind == "cancelled":
+            attempt.cancel_reason = attempt.cancel_reason or self.reason
+            return False
+        attempt.ends_by = min(attempt.ends_by, self.ends_by or float("inf"))
+        if attempt.stopped_by_people or (self.kind == "time_is_up" and attempt.job_ends):
+            return False
+        if self.kind == "failed":
+            attempt.job_failure = self.reason  # no process is left that starts the job again
+        else:
+            attempt.job_ends = True
+        if attempt.stop_reason is None:
+            return True
+        attempt.stop_reason = self.reason
+        return False
+
+
+class JobWatch(Protocol):
+    """Watches one start of the batch job that a run is in; a place with jobs hands it to the head."""
+
+    @property
+    def undecided(self) -> bool:
+        """True from SIGTERM until the reason for it is known."""
+
+    def on_term(self, now: float) -> None:
+        """Note that SIGTERM came; a later `tick` returns why."""
+
+    def on_exits(self, exits: Mapping[int, int]) -> None:
+        """Read the answers of questions among the children that have ended."""
+
+    def tick(self, now: float) -> Intent | None:
+        """Return what is newly about to happen to the job."""
 
 
 class Head:
@@ -61,7 +108,7 @@ class Head:
         self.exit_code: int | None = None
         """Set when the run is over and recorded, or cannot be recorded."""
         self.node_is_down = False
-        """True once Slurm has lost a node, or is about to kill the job: nodes without heartbeats count as lost."""
+        """True once the job has lost a node, or is about to be killed: nodes without heartbeats count as lost."""
         self._run = run
         self._gang = gang
         self._guard = guard
@@ -69,12 +116,12 @@ class Head:
         self._send = send
         self._job = job
         self._restarts = Restarts(
-            gang, first_attempt=first_attempt, first_restart=first_restart, on_slurm=job is not None
+            gang, first_attempt=first_attempt, first_restart=first_restart, in_job=job is not None
         )
         self.nodes = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
         self._interface = gang.nodes[0].interface or gang.interface
-        """This host's; on Slurm known when its ranks have started."""
+        """This host's; in a batch job known when its ranks have started."""
         self._attempt: Attempt
         self._start: StartRecord
         self._ending: Ending | None
@@ -238,7 +285,7 @@ class Head:
         intent = job.tick(now)
         self.node_is_down |= intent is not None and intent.node_is_down
         self.node_is_down |= self._attempt.is_about_to_be_killed(now)
-        if intent is not None and apply_intent(intent, self._attempt) and self._ending is None:
+        if intent is not None and intent.apply(self._attempt) and self._ending is None:
             self._stop(intent.reason, now, time_limit=intent.kind == "time_is_up")
 
     def _stop(self, reason: str, now: float, *, time_limit: bool = False) -> None:

@@ -1,7 +1,7 @@
 """The head's helpers: processes that send messages of `notify` and write the report, on which the run does not depend.
 
 A helper ends by itself within seconds and has no cookie: no cleanup ends it, and no process of the run is left for it.
-Elsewhere than on Slurm it may outlive the supervisor: the end of a run, and the release of its GPUs, wait for none.
+Outside a batch job it may outlive the supervisor: the end of a run, and the release of its GPUs, wait for none.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from clusterddp.run.supervisors import SupervisorOrder
 
 _FINISH_S = 15.0
-"""How long a job of Slurm's waits for helpers, which end with it."""
+"""How long a batch job waits for helpers, which end with it."""
 
 
 class Helpers:

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 from clusterddp.errors import SlurmError
-from clusterddp.node.attempt import Attempt
+from clusterddp.node.head import Intent
 from clusterddp.node.link import Clock
 from clusterddp.node.log import log_line
-from clusterddp.run.supervisors import SlurmOrder
+from clusterddp.run.supervisors import JobOrder
 from clusterddp.slurm.commands import slurm_environment
 from clusterddp.slurm.control import END_TIME, KILL_WAIT_S, JobNow, read_job, read_kill_wait_s, read_time_left_s
 
@@ -35,25 +35,13 @@ PATIENCE_S = 4.0
 """How long the controller may take to answer: its answer mostly decides whether ranks that end are restarted."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Intent:
-    """What Slurm is about to do to the job."""
-
-    kind: Literal["goes_on", "cancelled", "time_is_up", "failed"]
-    reason: str
-    ends_by: float | None = None
-    """When everything must be over, on the supervisor's clock; None: there is no limit."""
-    node_is_down: bool = False
-    """True when Slurm ends the job because it has lost a node."""
-
-
-class JobWatch:
+class SlurmJobWatch:
     """Watches one start of one Slurm job."""
 
-    def __init__(self, slurm: SlurmOrder, allocation: Allocation, *, stop_lead_s: float) -> None:
+    def __init__(self, job: JobOrder, allocation: Allocation, *, stop_lead_s: float) -> None:
         self.undecided = False
         """True from SIGTERM until the reason for it is known."""
-        self._slurm = slurm
+        self._job = job
         self._allocation = allocation
         self._stop_lead_s = stop_lead_s
         self._lead_s: float | None = None
@@ -64,6 +52,10 @@ class JobWatch:
         self._time_reported = False
         self._last_error = ""
         allocation.ask_config()
+
+    def on_exits(self, exits: Mapping[int, int]) -> None:
+        """Read the answers of questions among the children that have ended."""
+        self._allocation.on_exits(exits)
 
     def on_term(self, now: float) -> None:
         """Note that SIGTERM came; a later `tick` returns why.
@@ -140,7 +132,7 @@ class JobWatch:
             reason = "SIGTERM came, and the controller could not be asked why"
         elif job.preempted:
             reason = "the job was preempted"
-        elif job.restarts > self._slurm.restart_count:
+        elif job.restarts > self._job.restart_count:
             reason = "the job was requeued"
         elif not job.ends:
             return None
@@ -158,25 +150,6 @@ class JobWatch:
         ends_by = self._term_at + max(1.0, self._allocation.kill_wait_s - _MARGIN_S) if ends else None
         node_is_down = job is not None and job.reason == "NodeDown"
         return Intent(kind=kind, reason=reason, ends_by=ends_by, node_is_down=node_is_down)
-
-
-def apply_intent(intent: Intent, attempt: Attempt) -> bool:
-    """Note in the attempt what Slurm is about to do; True when its ranks have yet to be asked to stop."""
-    log_line(f"Slurm: {intent.reason}")
-    if intent.kind == "cancelled":
-        attempt.cancel_reason = attempt.cancel_reason or intent.reason
-        return False
-    attempt.ends_by = min(attempt.ends_by, intent.ends_by or float("inf"))
-    if attempt.stopped_by_people or (intent.kind == "time_is_up" and attempt.job_ends):
-        return False
-    if intent.kind == "failed":
-        attempt.job_failure = intent.reason  # no process is left that starts the job again
-    else:
-        attempt.job_ends = True
-    if attempt.stop_reason is None:
-        return True
-    attempt.stop_reason = intent.reason
-    return False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

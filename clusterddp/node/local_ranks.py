@@ -74,7 +74,7 @@ class LocalRanks:
         self.attempt_number = first_attempt
         """Of the attempt that runs now, or ran last."""
         self.interface = node.interface or gang.interface
-        """This host's; on Slurm known when its ranks are started."""
+        """This host's; in a batch job known when its ranks are started."""
         self._attempt: LocalAttempt | None = None
         self._cancel_seen = False
         self._records = RankRecords()

@@ -41,7 +41,7 @@ class NotSentError(Exception):
 
 def main() -> int:
     """Send the message by the channels of the order, and record the results."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm signals every process of a step
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a batch system signals every process of a job
     order = build(SendOrder, read_object(sys.stdin.buffer.read()))
     environ = dict(os.environ)
     deadline = time.monotonic() + SEND_S

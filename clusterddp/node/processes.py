@@ -193,7 +193,7 @@ class Signals:
         # A handler and not SIG_IGN, also for those without a meaning: an ignored signal stays ignored in the ranks.
         for number in (signal.SIGCHLD, *STOP_SIGNALS, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, lambda *_: None)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of Slurm's has blocked them
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)  # a task of a batch job has blocked them
 
     def take(self) -> set[int]:
         """Return the numbers of the signals since the last call."""

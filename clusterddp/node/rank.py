@@ -158,7 +158,7 @@ def _import_first() -> None:
 def _ignore_late_signals() -> None:
     """Ignore stop signals after the entry has ended: Python resets its handlers before it exits.
 
-    Slurm's SIGTERM on this host may come after the gang has stopped because of another host's.
+    A batch system's SIGTERM on this host may come after the gang has stopped because of another host's.
     """
     if "CLUSTERDDP_STOP_FILE" in os.environ:
         for number in (signal.SIGUSR2, signal.SIGTERM):

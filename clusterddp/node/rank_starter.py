@@ -1,6 +1,6 @@
 """Starts and signals a node's ranks, and reports how they ended; here as children of the supervisor.
 
-The other rank starter: Slurm's tasks (tasks.py).
+In a batch job of Slurm's, its tasks start the ranks (places/slurm/tasks.py).
 """
 
 from __future__ import annotations

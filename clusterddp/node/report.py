@@ -21,7 +21,7 @@ _MAX_ERROR = 300
 
 def main(run: RunDir) -> int:
     """Write the report within `_TIMEOUT_S`."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm signals every process of a step
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a batch system signals every process of a job
     if importlib.util.find_spec("click") is None or not run.record.is_file():
         return 0
     os.nice(5)

@@ -33,7 +33,9 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, is_cut_off, is_loopback, read_links
@@ -41,23 +43,21 @@ from clusterddp.network.port import walk_ports
 from clusterddp.network.socket_links import report_links
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.guard import Guard, clean_up
-from clusterddp.node.head import Head
+from clusterddp.node.head import Head, JobWatch
 from clusterddp.node.helpers import Helpers
-from clusterddp.node.job_watch import Allocation, JobWatch
 from clusterddp.node.link import SUPERVISORS, Clock, Limits, listen, listen_on_walk
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_end, log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
 from clusterddp.node.rank import drop_unwritten_output
-from clusterddp.node.rank_starter import Children
-from clusterddp.node.tasks import Tasks
+from clusterddp.node.rank_starter import Children, RankStarter
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.rendezvous.client import Search
 from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, close_attempt, failed_by, loss_of_nodes, read_end
-from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.run.supervisors import JobOrder, SupervisorOrder
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import set_storage_timeout
 from clusterddp.wire import read_object
@@ -67,7 +67,7 @@ _FAST_POLL_S = 0.02
 GUARD_PATIENCE_S = 4.0
 """How long the guard of a head that was killed has to record the end when its host is up."""
 STEP_PATIENCE_S = 10.0
-"""The same on Slurm, for the head itself, too."""
+"""The same in a batch job, for the head itself, too."""
 _LOOK_EVERY_S = 2.0
 """Between two looks for a later attempt of the run."""
 LINK_PORTS = 16
@@ -109,8 +109,8 @@ class LostHead:
     """Makes sure that the end of an attempt is recorded when a node has lost the head.
 
     The head and its guard know more and go first, but their host may be gone for good. Over SSH the record is in this
-    host's own copy of the run. On Slurm it is in the directory that all nodes share, and Slurm itself requeues a job
-    that has lost its first node.
+    host's own copy of the run. In a batch job it is in the directory that all nodes share, and the batch system itself
+    requeues a job that has lost its first node.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class LostHead:
         self._attempt = attempt
         self._loss = loss
         self._interface = interface
-        if order.slurm is not None:
+        if order.job is not None:
             # The end of a node's tasks ends the whole step, and with it a head or guard that is still recording.
             self._record_at = now + STEP_PATIENCE_S
         else:
@@ -148,7 +148,7 @@ class LostHead:
             lost, what = order.node, f"{order.node.host} is cut off, its {self._interface} is down"
         started = self._attempt.ranks.is_dir() and any(self._attempt.ranks.glob("*.json"))
         cause = loss_of_nodes(order.gang, (lost,), what, attempt=self._attempt if started else None)
-        goes_on = order.slurm is not None and order.restarts_left_after(self._attempt.number)
+        goes_on = order.job is not None and order.restarts_left_after(self._attempt.number)
         return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
 
 
@@ -174,10 +174,33 @@ class TakeoverWatch:
         return None
 
 
+class JobTasks(RankStarter, Protocol):
+    """Starts the ranks of one node through the tasks of a batch job."""
+
+    @property
+    def missing(self) -> tuple[int, ...]:
+        """Ranks whose task has not connected yet."""
+
+    def dismiss(self, exit_code: int) -> None:
+        """Let the tasks exit; the first one with this code."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobPlace:
+    """What a place with batch jobs does otherwise on a node: its tasks start the ranks, and the job is watched."""
+
+    open_tasks: Callable[[socket.socket, Sequence[int], str, selectors.BaseSelector], JobTasks]
+    """Listens for the tasks of the node: (socket, ranks, host, selector)."""
+    watch_job: Callable[[JobOrder, Mapping[str, str], Clock, float], JobWatch]
+    """Watches the job for the head: (job, environment, clock, seconds before the time limit to ask for a stop)."""
+
+
 class Supervisor:
     """The loop of one supervisor, in one thread: a rank's parent-death signal follows the thread that started it."""
 
-    def __init__(self, order: SupervisorOrder, parent: Parent, signals: Signals, guard: Guard) -> None:
+    def __init__(
+        self, order: SupervisorOrder, parent: Parent, signals: Signals, guard: Guard, place: JobPlace | None
+    ) -> None:
         self._order = order
         self._signals = signals
         self._guard = guard
@@ -190,15 +213,20 @@ class Supervisor:
         self._joined = False
         environment = inherited_environment()
         self._clock = Clock()
-        self._tasks = open_tasks(order, self._selector)
+        self._tasks: JobTasks | None = None
+        if order.tasks is not None:
+            assert place is not None
+            listener = socket.socket(fileno=order.tasks)
+            self._tasks = place.open_tasks(listener, order.node.ranks, order.node.host, self._selector)
         ours = order.gang.entry.target.startswith("clusterddp.")
         self._children = Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
         rank_starter = self._children or self._tasks
         assert rank_starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
-        self._allocation: Allocation | None = None
-        if order.slurm is not None and order.is_head:
-            self._allocation = Allocation(order.slurm.job_id, environment, self._clock)
+        self._job: JobWatch | None = None
+        if order.job is not None and order.is_head:
+            assert place is not None
+            self._job = place.watch_job(order.job, environment, self._clock, order.gang.stop_lead_s)
         self._helpers = Helpers(order, environment)
         self.uplink: Uplink = reach_head(
             order,
@@ -206,10 +234,10 @@ class Supervisor:
             guard=guard,
             helpers=self._helpers,
             missing=self._missing,
-            allocation=self._allocation,
+            job=self._job,
             now=self._clock.now,
         )
-        self._takeover = TakeoverWatch(order.run, order.attempt) if order.slurm is not None else None
+        self._takeover = TakeoverWatch(order.run, order.attempt) if order.job is not None else None
         self._lost_head: LostHead | None = None
         self._ranks = LocalRanks(
             order.run,
@@ -234,8 +262,8 @@ class Supervisor:
             self._helpers.on_exits(exits)
             if self._children is not None:
                 self._children.on_exits(exits)
-            if self._allocation is not None:
-                self._allocation.on_exits(exits)
+            if self._job is not None:
+                self._job.on_exits(exits)
             self._ranks.tick(now)
             self._await_tasks()
             self._watch_takeover(now)
@@ -269,7 +297,7 @@ class Supervisor:
         return self._ranks.polls_fast or self.uplink.polls_fast
 
     def dismiss_tasks(self, exit_code: int) -> None:
-        """Let Slurm's tasks exit, once the helpers have; from then on Slurm may end this process at any moment."""
+        """Let the job's tasks exit, once the helpers have; from then on its end may end this process at any moment."""
         if self._tasks is not None:
             self._helpers.finish()
             self._tasks.dismiss(exit_code)
@@ -320,7 +348,7 @@ class Supervisor:
         self.uplink.report(report)
 
 
-def main() -> int:
+def main(place: JobPlace | None = None) -> int:
     """Read the order and supervise the node; no process of the run is left afterwards."""
     gc.freeze()  # what was imported stays until the end, and is not to be visited there
     signals = Signals()
@@ -336,7 +364,7 @@ def main() -> int:
     guard = Guard(order, inherited_environment(), log=sys.stderr.fileno(), keep=keep)
     supervisor: Supervisor | None = None
     try:
-        supervisor = Supervisor(order, parent, signals, guard)
+        supervisor = Supervisor(order, parent, signals, guard, place)
         guard.await_ready()
         exit_code = supervisor.run()
     except Exception as error:
@@ -363,13 +391,6 @@ def _end_after_error(order: SupervisorOrder, guard: Guard, supervisor: Superviso
         log_line(traceback.format_exc())
 
 
-def open_tasks(order: SupervisorOrder, selector: selectors.BaseSelector) -> Tasks | None:
-    """Listen for Slurm's tasks on this node; None: the run has no tasks."""
-    if order.tasks is None:
-        return None
-    return Tasks(socket.socket(fileno=order.tasks), order.node.ranks, order.node.host, selector)
-
-
 def reach_head(
     order: SupervisorOrder,
     selector: selectors.BaseSelector,
@@ -377,7 +398,7 @@ def reach_head(
     guard: Guard,
     helpers: Helpers,
     missing: tuple[int, ...],
-    allocation: Allocation | None,
+    job: JobWatch | None,
     now: float,
 ) -> Uplink:
     """Start the head, or the search for it; `missing` are ranks whose tasks have not connected yet.
@@ -392,8 +413,8 @@ def reach_head(
     )
     if order.is_head:
         here = HeadHere(order.gang, selector, limits, listener=_listen_as_head(order), join=join)
-        here.head = _make_head(order, here, guard=guard, helpers=helpers, allocation=allocation, now=now)
-        if order.slurm is None:
+        here.head = _make_head(order, here, guard=guard, helpers=helpers, job=job, now=now)
+        if order.job is None:
             host, port = here.address
             print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
         return here
@@ -406,7 +427,7 @@ def reach_head(
         limits,
         listener=listener,
         known=order.link,
-        on_slurm=order.slurm is not None,
+        in_job=order.job is not None,
         now=now,
     )
 
@@ -420,11 +441,11 @@ def _join_message(order: SupervisorOrder, missing: tuple[int, ...]) -> Message:
 
 
 def _search_of_head(order: SupervisorOrder, selector: selectors.BaseSelector, join: Message) -> Search:
-    """Search the head where it is known to listen; on Slurm at the ports of the job, on the hosts that may run it."""
+    """Search the head where it is known to listen; in a job at the ports of the job, on the hosts that may run it."""
     hosts, ports = ([order.link["host"]], [order.link["port"]]) if order.link is not None else ([], [])
     if order.link is None:
-        assert order.slurm is not None
-        hosts, ports = list(order.slurm.heads), _link_ports(order.slurm.job_id)
+        assert order.job is not None
+        hosts, ports = list(order.job.heads), _link_ports(order.job.job_id)
     return Search(
         lambda: resolve(hosts) if order.link is None else hosts,
         ports,
@@ -447,22 +468,21 @@ def resolve(hosts: Sequence[str]) -> list[str]:
 
 
 def _listen_as_head(order: SupervisorOrder) -> socket.socket:
-    if order.slurm is None or not order.spans_hosts:
+    if order.job is None or not order.spans_hosts:
         return listen(order.gang.master_addr or LOOPBACK_ADDRESS)
-    return listen_on_walk(_link_ports(order.slurm.job_id))
+    return listen_on_walk(_link_ports(order.job.job_id))
 
 
 def _make_head(
-    order: SupervisorOrder, here: HeadHere, *, guard: Guard, helpers: Helpers, allocation: Allocation | None, now: float
+    order: SupervisorOrder, here: HeadHere, *, guard: Guard, helpers: Helpers, job: JobWatch | None, now: float
 ) -> Head:
-    slurm = order.slurm
     return Head(
         order.run,
         order.gang,
         first_attempt=order.attempt,
         first_restart=order.first_restart,
-        rendezvous_seed=f"slurm:{slurm.job_id}" if slurm else order.gang.token,
-        job=JobWatch(slurm, allocation, stop_lead_s=order.gang.stop_lead_s) if slurm and allocation else None,
+        rendezvous_seed=f"slurm:{order.job.job_id}" if order.job else order.gang.token,
+        job=job,
         guard=guard,
         helpers=helpers,
         send=here.send,

@@ -36,6 +36,7 @@ _PREFIX = "\0clusterddp-"
 """The prefix of the names of our sockets; they are abstract and so in no directory."""
 _PEER = struct.Struct("3i")
 _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
+SUPERVISOR = "clusterddp.node.slurm_supervisor"
 _START_TIMEOUT_S = 600.0
 """How long the node's supervisor may take to listen, where the plan of an older version has no limit."""
 _GUARD_S = 45.0
@@ -238,7 +239,7 @@ class Task:
     def _start(self, gang: dict[str, Any], listener: socket.socket) -> subprocess.Popen[bytes]:
         # Only here, because the other tasks of the node import next to nothing.
         from clusterddp.run.gang import Gang
-        from clusterddp.run.supervisors import SlurmOrder, SupervisorOrder, start_supervisor
+        from clusterddp.run.supervisors import JobOrder, SupervisorOrder, start_supervisor
 
         place = self._place
         record = _read_json(self._run_dir / "run.json")
@@ -250,7 +251,7 @@ class Task:
             link=None,
             parent_bound=False,
             tasks=listener.fileno(),
-            slurm=SlurmOrder(
+            job=JobOrder(
                 job_id=place.job_id,
                 restart_count=place.restart_count,
                 used_restarts=max(0, self._attempt - int(record.get("base_attempt", 0))),
@@ -258,7 +259,7 @@ class Task:
                 heads=tuple(filter(None, (place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR")))),
             ),
         )
-        return start_supervisor(order, inherited_environment(), answers=False)
+        return start_supervisor(order, inherited_environment(), answers=False, module=SUPERVISOR)
 
     def _nodes_of_step(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
         place = self._place

@@ -70,7 +70,7 @@ class HeadElsewhere:
         *,
         listener: socket.socket,
         known: Link | None,
-        on_slurm: bool,
+        in_job: bool,
         now: float,
     ) -> None:
         """`listener`: the head connects to it after a connection broke, to test whether this process lives.
@@ -86,7 +86,7 @@ class HeadElsewhere:
         self._listener = listener
         self._search = search
         self._known = known
-        self._on_slurm = on_slurm
+        self._in_job = in_job
         self._start_timeout_s = gang.start_timeout_s
         self._join_until = now + gang.start_timeout_s
         self._connect_until = now + min(_CONNECT_S, gang.start_timeout_s)
@@ -102,8 +102,8 @@ class HeadElsewhere:
     def report(self, message: Message) -> None:
         if self.head_lost is None:
             self._peer.send(message)
-        if self._on_slurm and message.get("signal") == "SIGTERM" and self._peer.is_quiet(self._now):
-            self._peer.lose(HOST_SILENT)  # Slurm has found the same, and is about to kill the job
+        if self._in_job and message.get("signal") == "SIGTERM" and self._peer.is_quiet(self._now):
+            self._peer.lose(HOST_SILENT)  # the batch system has found the same, and is about to kill the job
 
     def pump(self, now: float) -> list[Message]:
         if self.head_lost is not None:

@@ -25,9 +25,9 @@ from clusterddp.planning.program import (
 )
 from clusterddp.planning.seal import hint, is_granted, sealed
 from clusterddp.planning.slurm import place as slurm_place
-from clusterddp.planning.slurm.job import SCRIPT, SlurmPlan, place_slurm
+from clusterddp.planning.slurm.job import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
 from clusterddp.planning.ssh import plan as ssh_plan
-from clusterddp.planning.ssh.plan import SshPlan, at_home, directory_name, place_ssh, spec_at_home
+from clusterddp.planning.ssh.plan import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Notify
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
@@ -395,16 +395,15 @@ def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str,
 def _commands_started(plan: Plan) -> tuple[tuple[str, ...], ...]:
     """List the argv of all processes, in the order of their start: the launcher, supervisors, a rank."""
     if plan.ssh:
-        from clusterddp.remote.session import constant_command
-
         pythons = [node.python_words for node in plan.ssh.hosts]
         supervisors = [(python, *SUPERVISOR_COMMAND[1:]) for python in pythons]
         return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(plan.dir_on_hosts))[1:]))
-    started = (*[SUPERVISOR_COMMAND for _ in plan.gang.nodes], rank_command(plan.run_dir))
+    rank = rank_command(plan.run_dir)
     if plan.slurm:
+        supervisors = [(*SUPERVISOR_COMMAND[:-1], SLURM_SUPERVISOR) for _ in plan.gang.nodes]
         script = str(RunDir(plan.run_dir).launcher_dir / SCRIPT)
-        return ((*plan.slurm.sbatch, script, *plan.slurm.arguments), (*plan.slurm.srun, "0"), *started)
-    return (launcher_command(plan.run_dir, 0), *started)
+        return ((*plan.slurm.sbatch, script, *plan.slurm.arguments), (*plan.slurm.srun, "0"), *supervisors, rank)
+    return (launcher_command(plan.run_dir, 0), *[SUPERVISOR_COMMAND for _ in plan.gang.nodes], rank)
 
 
 _FIXED = (

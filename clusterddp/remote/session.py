@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import clusterddp
 from clusterddp.agent.operations import HELLO, OPERATIONS
 from clusterddp.errors import NonsenseError, SshError
+from clusterddp.planning.ssh.plan import HostAccess, constant_command
 from clusterddp.ssh.connections import Connection
-from clusterddp.system.templates import list_templates, read_template
+from clusterddp.system.templates import list_templates
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
@@ -46,19 +47,6 @@ _RUNS = '"import sys; exec(sys.stdin.buffer.read(int(sys.stdin.buffer.readline()
 """What the constant command does with standard input, at its beginning and at its end."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 _packing = threading.Lock()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class HostAccess:
-    """A host, and which Python runs the agent there."""
-
-    host: str
-    python: str | None = None
-    venv: str | None = None
-    conda: str | None = None
-    modules: tuple[str, ...] = ()
-    root: str = "~/.clusterddp"
-    host_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,14 +109,6 @@ def _carried() -> dict[Path, str]:
             if file.match(pattern) or (".dist-info" in file.parts[0] and file.name.startswith("LICENSE")):
                 found[Path(str(file.locate()))] = f"carried/{file.as_posix()}"
     return found
-
-
-def constant_command() -> str:
-    """Return the command that every host runs, the same for all runs: one line, for any login shell."""
-    lines = (line.strip() for line in read_template("ssh_host.sh").splitlines())
-    text = " ".join(line for line in lines if line and not line.startswith("#"))
-    assert not set("'!") & set(text)  # csh reads them otherwise
-    return f"exec /bin/sh -c '{text}'"
 
 
 def ssh_argv(access: HostAccess, module: str, arguments: Sequence[str], *, terminal: bool) -> list[str]:

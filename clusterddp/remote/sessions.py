@@ -15,7 +15,8 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.remote.session import HostAccess, Reply, Session, start_session
+from clusterddp.planning.ssh.plan import HostAccess
+from clusterddp.remote.session import Reply, Session, start_session
 from clusterddp.ssh.connections import AT_ONCE, EACH_S, Connector, Fan, connect_all
 
 if TYPE_CHECKING:

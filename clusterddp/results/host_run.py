@@ -23,8 +23,7 @@ from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.planning.ssh.plan import SshNode, SshPlan
-    from clusterddp.remote.session import HostAccess
+    from clusterddp.planning.ssh.plan import HostAccess, SshNode, SshPlan
 
 Listed = tuple[int, int]
 """A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""

@@ -36,7 +36,7 @@ from clusterddp.run.host_state import HostReport
 from clusterddp.ssh.connections import EACH_S
 
 if TYPE_CHECKING:
-    from clusterddp.remote.session import HostAccess
+    from clusterddp.planning.ssh.plan import HostAccess
     from clusterddp.remote.sessions import Open, SessionPool, Work
 
 FIRST_ANSWER_S = 12.0

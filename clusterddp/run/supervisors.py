@@ -26,7 +26,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.wire import build, read_object
 
-SUPERVISOR_COMMAND = (sys.executable, "-m", "clusterddp.node.supervisor")
+SUPERVISOR_MODULE = "clusterddp.node.supervisor"
+SUPERVISOR_COMMAND = (sys.executable, "-m", SUPERVISOR_MODULE)
 
 
 class Link(TypedDict):
@@ -37,12 +38,12 @@ class Link(TypedDict):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmOrder:
-    """The Slurm job that a supervisor belongs to."""
+class JobOrder:
+    """The batch job that a supervisor belongs to."""
 
     job_id: str
     restart_count: int
-    """How often Slurm has started the job before."""
+    """How often the job was started before."""
     used_restarts: int
     """How many restarts of the run were used before this start of the job."""
     job_tag: str | None
@@ -61,7 +62,7 @@ class SupervisorOrder:
     attempt: int
     """The number of the first attempt; restarts count on from it."""
     link: Link | None
-    """Where the head listens; None for the head itself, and on Slurm, where `slurm.heads` has its host."""
+    """Where the head listens; None for the head itself, and in a batch job, where `job.heads` has its host."""
     parent_bound: bool
     """True: the end of standard input means that the parent has died, and ends the gang."""
     over_ssh: bool = False
@@ -71,13 +72,13 @@ class SupervisorOrder:
     hold: tuple[int, ...] = ()
     """Inherited descriptors that supervisor and guard hold until the node's processes are gone: its GPU leases."""
     tasks: int | None = None
-    """The inherited socket that the node's Slurm tasks connect to, which start the ranks; None: the supervisor does."""
-    slurm: SlurmOrder | None = None
+    """The inherited socket that the node's tasks of the job connect to, which start the ranks; None: there are none."""
+    job: JobOrder | None = None
 
     def to_json(self) -> dict[str, Any]:
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        slurm = dataclasses.asdict(self.slurm) if self.slurm else None
-        return fields | {"run_dir": str(self.run_dir), "gang": self.gang.to_json(), "slurm": slurm}
+        job = dataclasses.asdict(self.job) if self.job else None
+        return fields | {"run_dir": str(self.run_dir), "gang": self.gang.to_json(), "job": job}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SupervisorOrder:
@@ -110,7 +111,7 @@ class SupervisorOrder:
     @property
     def first_restart(self) -> int:
         """How many restarts were used before this order's first attempt."""
-        return self.slurm.used_restarts if self.slurm is not None else 0
+        return self.job.used_restarts if self.job is not None else 0
 
     def restarts_left_after(self, attempt: int) -> bool:
         """Return whether the run may restart after this attempt."""
@@ -122,16 +123,19 @@ def supervisor_log(run: RunDir, node_rank: int) -> Path:
     return run.launcher_dir / f"supervisor-{node_rank}.log"
 
 
-def start_supervisor(order: SupervisorOrder, environ: Mapping[str, str], *, answers: bool) -> subprocess.Popen[bytes]:
+def start_supervisor(
+    order: SupervisorOrder, environ: Mapping[str, str], *, answers: bool, module: str = SUPERVISOR_MODULE
+) -> subprocess.Popen[bytes]:
     """Start the supervisor of a node in a session of its own and send it its order.
 
-    `answers`: its standard output is a pipe for `read_answer`; otherwise it goes to the log, like standard error.
+    `module`: the program of a place whose nodes differ. `answers`: its standard output is a pipe for `read_answer`;
+    otherwise it goes to the log, like standard error.
     Raises: OSError: it cannot be started.
     """
     descriptor = os.open(supervisor_log(order.run, order.node_rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         process = subprocess.Popen(
-            SUPERVISOR_COMMAND,
+            (sys.executable, "-m", module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if answers else descriptor,
             stderr=descriptor,

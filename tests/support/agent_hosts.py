@@ -19,8 +19,8 @@ from typing import Any
 
 from clusterddp.errors import SshError
 from clusterddp.planning.seal import sealed
-from clusterddp.planning.ssh.plan import SshNode, SshPlan, directory_name
-from clusterddp.remote.session import HostAccess, Reply, Session
+from clusterddp.planning.ssh.plan import HostAccess, SshNode, SshPlan, directory_name
+from clusterddp.remote.session import Reply, Session
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir

@@ -189,7 +189,7 @@ def _suspend(rack: Rack, run: RunDir, outage: Outage, job: str) -> Iterator[None
 
 
 def _is_supervisor(pid: int) -> bool:
-    return b"clusterddp.node.supervisor" in command_of(pid)
+    return b"supervisor\0" in command_of(pid)
 
 
 _STRIKES: dict[str, Callable[[Rack, RunDir, Outage, str], contextlib.AbstractContextManager[None]]] = {

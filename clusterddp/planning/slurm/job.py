@@ -19,6 +19,7 @@ from clusterddp.system.templates import read_template
 
 SCRIPT = "slurm_job.sh"
 TASK_MODULE = "clusterddp.node.task"
+SLURM_SUPERVISOR = "clusterddp.node.slurm_supervisor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -13,12 +13,25 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.planning.placement import Placement, Request
 from clusterddp.run.gang import Node
+from clusterddp.system.templates import read_template
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
-    from clusterddp.remote.session import HostAccess
     from clusterddp.spec.hosts import Share, SshPython
     from clusterddp.spec.model import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostAccess:
+    """A host, and which Python runs the agent there."""
+
+    host: str
+    python: str | None = None
+    venv: str | None = None
+    conda: str | None = None
+    modules: tuple[str, ...] = ()
+    root: str = "~/.clusterddp"
+    host_key: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,8 +88,6 @@ class SshPlan:
 
     def accesses(self) -> list[HostAccess]:
         """Return how to reach each host, in the order of the nodes."""
-        from clusterddp.remote.session import HostAccess
-
         names = ("host", "python", "venv", "conda", "modules", "host_key")
         return [HostAccess(root=self.root, **{name: getattr(node, name) for name in names}) for node in self.hosts]
 
@@ -90,6 +101,14 @@ class SshPlan:
         Raises: ValueError: the data is no plan; see `build`.
         """
         return build(cls, data, "ssh")
+
+
+def constant_command() -> str:
+    """Return the command that every host runs, the same for all runs: one line, for any login shell."""
+    lines = (line.strip() for line in read_template("ssh_host.sh").splitlines())
+    text = " ".join(line for line in lines if line and not line.startswith("#"))
+    assert not set("'!") & set(text)  # csh reads them otherwise
+    return f"exec /bin/sh -c '{text}'"
 
 
 def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:

@@ -8,13 +8,13 @@ import pytest
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.failure import Failure
-from clusterddp.node.head import JoinedNodes
-from clusterddp.node.job_watch import PATIENCE_S, Allocation, Answer, Intent, JobWatch, apply_intent
+from clusterddp.node.head import Intent, JoinedNodes
+from clusterddp.node.job_watch import PATIENCE_S, Allocation, Answer, SlurmJobWatch
 from clusterddp.node.link import Clock
 from clusterddp.node.rank_network import choose_address
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd
-from clusterddp.run.supervisors import SlurmOrder
+from clusterddp.run.supervisors import JobOrder
 from clusterddp.slurm.control import JobNow, read_duration_s, read_kill_wait_s, read_time_left_s
 from tests.support.gang_runs import make_gang
 
@@ -22,7 +22,7 @@ SHOWN = (
     "JobId=2 JobName=wrap UserId=root(0) JobState=RUNNING Reason=None Restarts=0 RunTime=00:01:30 TimeLimit=00:10:00"
     " StartTime=2026-11-21T11:20:00 EndTime=2026-11-21T11:30:00 PreemptTime=None SuspendTime=None"
 )
-SLURM = SlurmOrder(job_id="2", restart_count=1, used_restarts=0, job_tag=None, heads=("node1",))
+SLURM = JobOrder(job_id="2", restart_count=1, used_restarts=0, job_tag=None, heads=("node1",))
 RUNNING = JobNow(name="a", state="RUNNING", reason="None", restarts=1, preempted=False)
 
 
@@ -50,7 +50,7 @@ class Controller:
 
 
 def watch(*answers):
-    return JobWatch(SLURM, Controller(*answers), stop_lead_s=60.0)
+    return SlurmJobWatch(SLURM, Controller(*answers), stop_lead_s=60.0)
 
 
 def after_term(job):
@@ -105,7 +105,7 @@ def test_in_a_container_the_end_of_the_job_is_known_from_its_environment(monkeyp
     clock = SimpleNamespace(now=0.0)
     monkeypatch.setattr(time, "time", lambda: 1_800_000_000 + clock.now)
     environ = {"PATH": "/nowhere", "SLURM_JOB_END_TIME": "1800000600"}
-    watched = JobWatch(SLURM, Allocation("2", environ, clock), stop_lead_s=60.0)
+    watched = SlurmJobWatch(SLURM, Allocation("2", environ, clock), stop_lead_s=60.0)
     intents = {}
     while clock.now < 620:
         clock.now += 1
@@ -149,7 +149,7 @@ def test_the_time_limit_does_not_rename_a_preemption(tmp_path):
         Intent(kind="goes_on", reason="the job was preempted"),
         Intent(kind="time_is_up", reason="the time limit approaches"),
     ):
-        apply_intent(intent, attempt)
+        intent.apply(attempt)
         attempt.stop(intent.reason, 1.0)
     assert attempt.stop_reason == "the job was preempted"
 
@@ -158,7 +158,7 @@ def test_a_killed_batch_script_fails_the_run_and_does_not_cancel_it(tmp_path):
     attempt = Attempt(RunDir(tmp_path), make_gang(tmp_path, ""), 0)
     attempt.begun = 1.0
     attempt.stop("SIGTERM to the supervisor of node 0", 2.0)
-    apply_intent(Intent(kind="failed", reason="the script was killed"), attempt)
+    Intent(kind="failed", reason="the script was killed").apply(attempt)
     end = attempt.verdict(stop_confirmed=True)
     assert (end.outcome, end.reason) == ("FAILED", "the script was killed; the ranks stopped at a checkpoint")
     assert restarts(tmp_path).after(attempt, end, all_gone=True) == "none"
@@ -212,7 +212,7 @@ def test_kill_wait_is_read_from_the_configuration():
 
 
 def restarts(tmp_path):
-    return Restarts(make_gang(tmp_path, "", restarts=1), first_attempt=0, first_restart=0, on_slurm=True)
+    return Restarts(make_gang(tmp_path, "", restarts=1), first_attempt=0, first_restart=0, in_job=True)
 
 
 def make_attempt(tmp_path, **facts):

@@ -18,8 +18,9 @@ from clusterddp.errors import SshError
 from clusterddp.launchers.ssh.launcher import lease_gpus
 from clusterddp.launchers.ssh.network import probe_network
 from clusterddp.look.ps import Hosts
+from clusterddp.planning.ssh.plan import HostAccess
 from clusterddp.remote import session as session_module
-from clusterddp.remote.session import HostAccess, Session
+from clusterddp.remote.session import Session
 from clusterddp.remote.sessions import SessionPool
 from clusterddp.run.host_state import read_reports
 from clusterddp.system.files import write_json

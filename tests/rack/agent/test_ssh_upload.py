@@ -29,7 +29,7 @@ import json, os, sys, time
 from pathlib import Path
 from clusterddp.errors import ClusterddpError
 from clusterddp.remote.upload import upload_run
-from clusterddp.remote.session import HostAccess
+from clusterddp.planning.ssh.plan import HostAccess
 from clusterddp.remote.sessions import open_sessions
 order = json.loads(sys.argv[1])
 code = Path(order["run"]) / "code"

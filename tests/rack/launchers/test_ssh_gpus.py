@@ -27,7 +27,7 @@ LAUNCHER = """
 import contextlib, json, os, sys
 from clusterddp.errors import PreflightError
 from clusterddp.launchers.ssh.launcher import lease_gpus
-from clusterddp.remote.session import HostAccess
+from clusterddp.planning.ssh.plan import HostAccess
 from clusterddp.remote.sessions import open_sessions
 order = json.loads(sys.argv[1])
 names = [name.split()[0] for name in order["gpus"]]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.remote.session import constant_command, package
+from clusterddp.planning.ssh.plan import constant_command
+from clusterddp.remote.session import package
 from tests.support.paths import ROOT
 from tests.support.ssh_person import SshPerson
 from tests.support.waiting import wait_until
@@ -23,7 +24,8 @@ PYTHON = sys.executable
 CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
-from clusterddp.remote.session import HostAccess, Session
+from clusterddp.remote.session import Session
+from clusterddp.planning.ssh.plan import HostAccess
 from clusterddp.remote.sessions import open_sessions
 accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]
 found = {}

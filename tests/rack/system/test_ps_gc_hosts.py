@@ -30,7 +30,7 @@ SLEEPER = ("sleep", "600")
 LOSES_ITS_CONNECTION = """
 import os, sys
 from clusterddp.look.ps import Hosts
-from clusterddp.remote.session import HostAccess
+from clusterddp.planning.ssh.plan import HostAccess
 access = HostAccess(host="node1")
 with Hosts([access], os.environ) as hosts:
     hosts.look()

@@ -87,9 +87,7 @@ def test_a_node_connects_again_when_its_connection_was_killed_after_the_welcome(
         introduce=lambda connection: {"kind": "join", "node_rank": 1, "pid": 7, "port": 9},
         selector=selector,
     )
-    uplink = HeadElsewhere(
-        gang, 1, search, selector, LIMITS, listener=listeners[1], known=None, on_slurm=False, now=0.0
-    )
+    uplink = HeadElsewhere(gang, 1, search, selector, LIMITS, listener=listeners[1], known=None, in_job=False, now=0.0)
     ((connection, message),) = wait_until(lambda: (uplink.pump(0.0), server.accept(0.0))[-1])
     assert message["kind"] == "join"
     connection.send({"kind": "welcome", "session": "s", "received": 0})

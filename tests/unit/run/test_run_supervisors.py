@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.supervisors import Link, SlurmOrder, SupervisorOrder
+from clusterddp.run.supervisors import JobOrder, Link, SupervisorOrder
 from tests.support.handmade_runs import make_gang
 
 GANG = make_gang(nodes=2)
@@ -25,7 +25,7 @@ def order(**changes: object) -> SupervisorOrder:
         "over_ssh": True,
         "hold": (7, 8),
         "tasks": 9,
-        "slurm": SlurmOrder(job_id="12", restart_count=1, used_restarts=2, job_tag="tag", heads=("n1",)),
+        "slurm": JobOrder(job_id="12", restart_count=1, used_restarts=2, job_tag="tag", heads=("n1",)),
     }
     return SupervisorOrder(**(fields | changes))
 
