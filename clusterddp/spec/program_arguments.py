@@ -7,6 +7,7 @@ Where the list does not have it, it is appended. A number is a position in the l
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import re
 from collections.abc import Sequence
@@ -45,7 +46,9 @@ def set_argument(tree: Mapping, override: Override, problems: list[Problem]) -> 
         return tree  # the model reports that it is no list
     items = list(args.items) if isinstance(args, ListNode) else []
     try:
-        changed = _changed(items, override, of_function=_has_function(entries))
+        function = entries.get("function")
+        of_function = function is not None and not (isinstance(function, Scalar) and function.null)
+        changed = _changed(items, override, of_function=of_function)
     except SpecError as error:
         problems += error.problems
         return tree
@@ -100,24 +103,30 @@ def words_problem(words: Sequence[str]) -> Problem:
     return problem_at(place, "expected key=value, found arguments of a program", hint)
 
 
-def _has_function(entries: dict[str, Node]) -> bool:
-    function = entries.get("function")
-    return function is not None and not (isinstance(function, Scalar) and function.null)
-
-
 def _changed(items: list[Node], override: Override, *, of_function: bool) -> list[Node]:
-    """Return the items with one argument set or reset. Raises: SpecError."""
+    """Return the items with one argument set or reset."""
     if (position := argument_position(override.path)) is not None:
         return _at_position(items, position, override)
     name = ".".join(override.path[len(_ARGS) :])
     if of_function:
         bare = name.lstrip("-")
         _refuse(override, f"a function has no option --{bare}", f"entry.kwargs.{bare}=... sets its {bare}")
-    found = _find(items, name, override)
-    if override.node is None:
-        return items[: found.start] + items[found.end :] if found else items
-    value = _value_of(override, name)
-    return found.with_value(items, value) if found else _appended(items, name, value)
+    words = [item.text if isinstance(item, Scalar) else "" for item in items]
+    end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
+    at = _find(words[:end], name, override)
+    value = None if override.node is None else _read_value(override, name)
+    if at is None:
+        new = _new_option(name, words, value) if value else []
+        return [*items[:end], *new, *items[end:]]
+    option, joined, _ = words[at].partition("=")
+    following = list(itertools.takewhile(lambda word: not _is_option(word), words[at + 1 : end]))
+    before, after_option = items[:at], items[at + 1 :]
+    if joined:
+        return [*before, *(value.joined(option) if value else []), *after_option]
+    if value and value.switch is not None and not (following and following[0].lower() in _SWITCH_WORDS):
+        return items if value.switch else [*before, *after_option]
+    replaced = len(following) if value and value.is_list else len(following[:1])
+    return [*before, *(value.after(option) if value else []), *after_option[replaced:]]
 
 
 def _at_position(items: list[Node], position: int, override: Override) -> list[Node]:
@@ -138,9 +147,8 @@ class _Value:
     """True and false without quotes, which may be about a flag."""
     place: Place
 
-    def scalars(self, words: Sequence[str] | None = None) -> list[Node]:
-        chosen = self.words if words is None else words
-        return [Scalar(text=word, quoted=True, place=self.place) for word in chosen]
+    def scalars(self, words: Sequence[str]) -> list[Node]:
+        return [Scalar(text=word, quoted=True, place=self.place) for word in words]
 
     def after(self, option: str) -> list[Node]:
         """Return the words of an option and this value: two words, or one if the value looks like an option."""
@@ -155,69 +163,28 @@ class _Value:
         return self.scalars([f"{option}=[{','.join(self.words)}]" if self.is_list else f"{option}={self.words[0]}"])
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Found:
-    """An option in the list: its word, and the word of its value if there is one."""
-
-    start: int
-    option: str
-    joined: bool
-    """The value is in the same word, after `=`."""
-    following: tuple[str, ...]
-    """The words up to the next option."""
-
-    @property
-    def end(self) -> int:
-        return self.start + 1 + (0 if self.joined else len(self.following[:1]))
-
-    def with_value(self, items: list[Node], value: _Value) -> list[Node]:
-        before, after_option = items[: self.start], items[self.start + 1 :]
-        if self.joined:
-            return [*before, *value.joined(self.option), *after_option]
-        if value.switch is not None and not (self.following and self.following[0].lower() in _SWITCH_WORDS):
-            return items if value.switch else [*before, *after_option]
-        replaced = len(self.following) if value.is_list else len(self.following[:1])
-        return [*before, *value.after(self.option), *after_option[replaced:]]
-
-
-def _find(items: list[Node], name: str, override: Override) -> _Found | None:
-    """Find an option by its name. Raises: SpecError: it is there several times."""
-    words = [item.text if isinstance(item, Scalar) else "" for item in items]
-    end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
-    options = [at for at in range(end) if _is_option(words[at]) and _is_named(words[at], name)]
-    assigned = [at for at in range(end) if _ASSIGNMENT.fullmatch(words[at]) and _is_named(words[at], name)]
-    found = options or assigned
-    if not found:
-        return None
+def _find(words: Sequence[str], name: str, override: Override) -> int | None:
+    """Return the position of an option; refuse one that is there several times."""
+    named = [at for at, word in enumerate(words) if _is_named(word, name)]
+    found = [at for at in named if _is_option(words[at])] or [at for at in named if _ASSIGNMENT.fullmatch(words[at])]
     if len(found) > 1:
         option = words[found[0]].partition("=")[0]
         _refuse(override, f"{option} is there {len(found)} times", "entry.args='[...]' sets the whole list")
-    at = found[0]
-    option, equals, _ = words[at].partition("=")
-    following: list[str] = []
-    for word in words[at + 1 : end]:
-        if _is_option(word):
-            break
-        following.append(word)
-    return _Found(start=at, option=option, joined=bool(equals), following=tuple(following))
+    return found[0] if found else None
 
 
-def _appended(items: list[Node], name: str, value: _Value) -> list[Node]:
-    """Return the items with an option that they do not have, above a `--`."""
-    words = [item.text if isinstance(item, Scalar) else "" for item in items]
+def _new_option(name: str, words: Sequence[str], value: _Value) -> list[Node]:
+    """Return the words of an option that is not among `words`, in the form of the others."""
     if value.switch is False:
-        return items
-    option = name if name.startswith("-") else f"-{name}" if len(name) == 1 else f"--{name}"
+        return []
     if words and all(_ASSIGNMENT.fullmatch(word) for word in words) and not name.startswith("-"):
-        new = value.joined(name)
-    else:
-        new = value.scalars([option]) if value.switch else value.after(option)
-    end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
-    return [*items[:end], *new, *items[end:]]
+        return value.joined(name)
+    option = name if name.startswith("-") else f"-{name}" if len(name) == 1 else f"--{name}"
+    return value.scalars([option]) if value.switch else value.after(option)
 
 
-def _value_of(override: Override, name: str) -> _Value:
-    """Read the value of an override. Raises: SpecError: it is empty, or is no word."""
+def _read_value(override: Override, name: str) -> _Value:
+    """Read the value of an override; refuse one that is empty, or is no word."""
     node = override.node
     nodes = node.items if isinstance(node, ListNode) else (node,)
     words = []

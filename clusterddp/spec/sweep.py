@@ -79,7 +79,6 @@ class Variant:
 
     @property
     def label(self) -> str:
-        """The name of this variant: `lr=0.1 seed=0`; with the dotted key where two sections have the name."""
         return variant_label(self.values)
 
 
@@ -95,16 +94,17 @@ class SweepSpec:
 
 
 def variant_label(values: Map[str, Any]) -> str:
-    """Write the values of one variant as a short text."""
-    names = [_short_name(key) for key in values]
-    short = names if len(set(names)) == len(names) else list(values)
-    return " ".join(f"{name}={_value_text(value)}" for name, value in zip(short, values.values(), strict=True))
+    """Write the values of one variant as a short text: `lr=0.1 seed=0`."""
 
+    def short_name(key: str) -> str:
+        """Return the last part of a dotted key; of a position in a list, with the name of the list."""
+        rest, _, name = key.rpartition(".")
+        return f"{rest.rpartition('.')[2]}.{name}" if name.isdecimal() and rest else name.lstrip("-")
 
-def _short_name(key: str) -> str:
-    """Return the last part of a dotted key; of a position in a list, with the name of the list."""
-    rest, _, name = key.rpartition(".")
-    return f"{rest.rpartition('.')[2]}.{name}" if name.isdecimal() and rest else name.lstrip("-")
+    short = dict.fromkeys(map(short_name, values))
+    names = short if len(short) == len(values) else values  # the dotted keys, where two sections have the name
+    texts = (value if isinstance(value, str) else json.dumps(value, ensure_ascii=False) for value in values.values())
+    return " ".join(f"{name}={text}" for name, text in zip(names, texts, strict=True))
 
 
 def load_sweep(
@@ -202,13 +202,12 @@ def _of_section(tree: Mapping, problems: list[Problem]) -> dict[tuple[str, ...],
         except SpecError:
             problems.append(problem_at(place, "expected a dotted key such as train.lr", _WHICH, key=key))
             continue
-        nodes = node.items if isinstance(node, ListNode) else (node,)
-        axes[path] = Axis(path=path, nodes=tuple(_as_swept(item) for item in nodes), place=place)
+        nodes = tuple(
+            dataclasses.replace(item, place=dataclasses.replace(item.place, origin=ORIGIN))
+            for item in (node.items if isinstance(node, ListNode) else (node,))
+        )
+        axes[path] = Axis(path=path, nodes=nodes, place=place)
     return axes
-
-
-def _as_swept(node: Node) -> Node:
-    return dataclasses.replace(node, place=dataclasses.replace(node.place, origin=ORIGIN))
 
 
 def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
@@ -268,7 +267,9 @@ def _resolve_all(written: Written, base: Mapping, axes: tuple[Axis, ...]) -> tup
             tree = lay_over(tree, Override(path=axis.path, node=node, place=node.place), [])
         resolved, problems = resolve(written, dataclasses.replace(tree, place=base.place))
         if resolved is not None:
-            variants.append(Variant(values=_values(resolved, axes, nodes), resolved=resolved))
+            dumped = resolved.job.model_dump(mode="json")
+            values = {axis.key: value_at(dumped, axis.path, node) for axis, node in zip(axes, nodes, strict=True)}
+            variants.append(Variant(values=values, resolved=resolved))
         for problem in problems:
             chosen_of.setdefault(problem, []).append(nodes)
     return tuple(variants), [_named(problem, axes, chosen) for problem, chosen in chosen_of.items()]
@@ -287,13 +288,3 @@ def _named(problem: Problem, axes: tuple[Axis, ...], chosen: list[tuple[Node, ..
     if len(chosen) == math.prod(len(axis.nodes) for axis in axes) or list(common) in ([], [problem.key]):
         return problem
     return dataclasses.replace(problem, message=f"{problem.message} (with {variant_label(common)})")
-
-
-def _values(resolved: ResolvedSpec, axes: tuple[Axis, ...], nodes: tuple[Node, ...]) -> dict[str, Any]:
-    """Return the values of the swept keys in a variant, as in JSON; of an argument by name, its words."""
-    dumped = resolved.job.model_dump(mode="json")
-    return {axis.key: value_at(dumped, axis.path, node) for axis, node in zip(axes, nodes, strict=True)}
-
-
-def _value_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
