@@ -21,7 +21,7 @@ from clusterddp.look.events import Stopping
 from clusterddp.look.timeline import Times
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.sweep import SweepDir
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 
 
 def files_page() -> str:

@@ -18,7 +18,7 @@ from clusterddp.facts.checks import Check
 from clusterddp.facts.deep_check import Finding, judge_hang, judge_ranks, judge_transports, read_findings
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.submission.submit import submit
 
 if TYPE_CHECKING:

@@ -66,7 +66,7 @@ def _find_running(run: RunDir, rank: int, terminal: Terminal) -> tuple[int, Rank
     from clusterddp.launchers.state import read_state
     from clusterddp.results.sync import Synchroniser
     from clusterddp.run.record import read_rank
-    from clusterddp.run.view import RunState
+    from clusterddp.run.state import RunState
 
     if os.stat(run.path).st_uid != os.geteuid():  # root, too, would start the command as another user than the rank's
         raise UsageError(f"{run.name} is another user's; a command runs beside your own ranks only")

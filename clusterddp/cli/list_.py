@@ -32,7 +32,7 @@ from clusterddp.run.usage import measure_run
 if TYPE_CHECKING:
     from clusterddp.look.status import RunSummary
     from clusterddp.run.record import RunRecord
-    from clusterddp.run.view import RunView
+    from clusterddp.run.state import RunView
 
 _TIMEOUT_S = 6.0
 """How long `list` waits for the hosts of runs."""
@@ -73,7 +73,7 @@ class Selection:
 
 
 def _state_words(ctx: click.Context, param: click.Parameter, states: tuple[str, ...]) -> tuple[str, ...]:
-    from clusterddp.run.view import RunState
+    from clusterddp.run.state import RunState
 
     known = [state.value for state in RunState]
     for state in states:
@@ -83,7 +83,7 @@ def _state_words(ctx: click.Context, param: click.Parameter, states: tuple[str, 
 
 
 def _complete_state(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from clusterddp.run.view import RunState
+    from clusterddp.run.state import RunState
 
     return [CompletionItem(state.value) for state in RunState if state.value.startswith(incomplete.upper())]
 

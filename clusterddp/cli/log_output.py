@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from clusterddp.look.logs import LogPiece, LogQuery, NewAttempt
-    from clusterddp.run.view import RunView
+    from clusterddp.run.state import RunView
 
 _LOOK_EVERY_S = 1.0
 

@@ -32,7 +32,7 @@ from clusterddp.look.printable import printable
 from clusterddp.look.removal import Candidate, Removal, Selector
 from clusterddp.run.code import store_of
 from clusterddp.run.removal import Snapshot, find_unused_snapshots, remove_snapshots
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.system.directories import finish_removals
 from clusterddp.system.units import format_bytes, format_count
 

@@ -21,8 +21,8 @@ from clusterddp.cli.watch import draw, states_until
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.look.printable import printable
 from clusterddp.results.sync import Synchroniser
+from clusterddp.run.state import RunView
 from clusterddp.run.sweep import SweepDir
-from clusterddp.run.view import RunView
 from clusterddp.submission.notices import PATIENCE_S, send_left_of_sweep
 from clusterddp.system.units import format_count
 

@@ -20,7 +20,7 @@ from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by, read_error_file, spell_end
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
-from clusterddp.run.view import RunState, RunView, final_view
+from clusterddp.run.state import Answer, Records
 
 if TYPE_CHECKING:
     from clusterddp.results.sync import Synchroniser
@@ -79,46 +79,36 @@ class ExternalLauncher:
         """Kill leftover processes of a run on this host; return their number."""
         return end_run_here(record.token)[0]
 
-    def read_state(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
-    ) -> RunView | None:
-        """Read the state of a run without a final end."""
-        return _read_state(run, record, attempt)
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Look for the processes of the ranks on this host; their records say how the others ended."""
+        attempt, submitter = records.attempt, records.submitter
+        ranks = read_ranks(attempt) if attempt else []
+        if attempt is None or not ranks:
+            return _before_ranks(submitter)
+        unended = [rank for rank in ranks if rank.ended is None]
+        lives = {rank.rank: _alive(rank) for rank in unended}
+        here = [rank for rank, alive in lives.items() if alive]
+        gone = [rank for rank in unended if lives[rank.rank] is False]
+        failed = sorted((rank for rank in ranks if rank.exit_code), key=lambda rank: rank.ended or 0.0)
+        if here:
+            early = (f"{spell_ranks(rank.rank for rank in failed + gone)} ended early",) if failed + gone else ()
+            return Answer(life="alive", words=f"{spell_ranks(here)} on this host", notes=early)
+        if gone or failed:
+            end = failed_by(_killed(gone[0]) if gone else _failed(attempt, failed[0]))
+        elif unended:
+            hosts = ", ".join(sorted({rank.host for rank in unended}))
+            return Answer(life="unknown", words=f"runs on {hosts}, which cannot be asked from here")
+        else:
+            end = _completed(records.run, ranks)
+        last = max((rank.ended or rank.started for rank in ranks), default=0.0)
+        return Answer(life="ended", end=dataclasses.replace(end, ended=last))
 
 
-def _read_state(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> RunView:
-    """Derive the state from the records of the ranks."""
-    ranks = read_ranks(attempt) if attempt else []
-    if attempt is None or not ranks:
-        return _unstarted(record, attempt)
-    unended = [rank for rank in ranks if rank.ended is None]
-    lives = {rank.rank: _alive(rank) for rank in unended}
-    here = [rank for rank, alive in lives.items() if alive]
-    elsewhere = [rank for rank in unended if lives[rank.rank] is None]
-    gone = [rank for rank in unended if lives[rank.rank] is False]
-    failed = sorted((rank for rank in ranks if rank.exit_code), key=lambda rank: rank.ended or 0.0)
-    if here:
-        early = "" if not failed + gone else f"; {spell_ranks(rank.rank for rank in failed + gone)} ended early"
-        return _view(RunState.RUNNING, attempt, f"{spell_ranks(here)} on this host{early}")
-    if gone:
-        return _final(attempt, _killed(gone[0]), ranks)
-    if failed:
-        return _final(attempt, _failed(attempt, failed[0]), ranks)
-    if elsewhere:
-        hosts = ", ".join(sorted({rank.host for rank in elsewhere}))
-        return _view(RunState.UNKNOWN, attempt, f"runs on {hosts}, which cannot be asked from {socket.gethostname()}")
-    return _completed(run, attempt, ranks)
-
-
-def _unstarted(record: RunRecord, attempt: AttemptDir | None) -> RunView:
-    alive = ProcessIdentity.from_json(record.submitter).alive() if record.submitter else False
-    number = attempt.number if attempt else None
-    if alive is None:
-        host = record.submitter.get("host", "another host")
-        return RunView(state=RunState.UNKNOWN, attempt=number, end=None, reason=f"starting on {host}")
-    if alive:
-        return RunView(state=RunState.PENDING, attempt=number, end=None, reason="starting")
-    return RunView(state=RunState.LOST, attempt=number, end=None, reason="was never started: rank 0 is gone")
+def _before_ranks(submitter: ProcessIdentity | None) -> Answer:
+    alive = submitter.alive() if submitter else False
+    if submitter and alive is None:
+        return Answer(life="unknown", words=f"starts on {submitter.host}, which cannot be asked from here")
+    return Answer(life="alive") if alive else Answer(life="ended", words="rank 0 is gone")
 
 
 def _alive(rank: RankRecord) -> bool | None:
@@ -139,23 +129,9 @@ def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
     )
 
 
-def _completed(run: RunDir, attempt: AttemptDir, ranks: list[RankRecord]) -> RunView:
+def _completed(run: RunDir, ranks: list[RankRecord]) -> AttemptEnd:
     size = read_gang(run).world_size
     reason = f"{spell_ranks(rank.rank for rank in ranks)} exited with code 0"
     if len(ranks) < size:
         reason += f"; the other hosts keep the records of the other {size - len(ranks)}"
-    end = AttemptEnd(outcome="COMPLETED", reason=reason, ended=_last(ranks))
-    return final_view(attempt, end)
-
-
-def _final(attempt: AttemptDir, cause: RootCause, ranks: list[RankRecord]) -> RunView:
-    end = dataclasses.replace(failed_by(cause), ended=_last(ranks))
-    return final_view(attempt, end)
-
-
-def _last(ranks: list[RankRecord]) -> float:
-    return max((rank.ended or rank.started for rank in ranks), default=0.0)
-
-
-def _view(state: RunState, attempt: AttemptDir, reason: str) -> RunView:
-    return RunView(state=state, attempt=attempt.number, end=None, reason=reason)
+    return AttemptEnd(outcome="COMPLETED", reason=reason)

@@ -13,14 +13,13 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.results.sync import Synchroniser
     from clusterddp.run.directory import AttemptDir, RunDir
-    from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.record import RankRecord, RunRecord
-    from clusterddp.run.view import RunView
+    from clusterddp.run.state import Answer, Records
     from clusterddp.slurm.queue import Slurm
 
 
 class Launcher(Protocol):
-    """Ends the processes of runs and reads their state, for a command that has the environment `environ`.
+    """Ends the processes of runs and says what is left of them, for a command that has the environment `environ`.
 
     It keeps no state of its own. `sync` updates the local files of remote runs.
     """
@@ -73,15 +72,10 @@ class Launcher(Protocol):
         """
 
     def observer(self) -> Slurm | None:
-        """Return the `slurm` that `read_state` queries while a run is being ended; None where it queries none."""
+        """Return the `slurm` that `probe` queries while a run is being ended; None where it queries none."""
 
-    def read_state(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
-    ) -> RunView | None:
-        """Read the state of a run without a final end; `attempt` is its newest attempt, `end` the end of that.
-
-        None: the run's files changed meanwhile; the caller reads them again.
-        """
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Say whether anything is left of a run without a final end that will record its end."""
 
 
 class Starter(Launcher, Protocol):

@@ -1,7 +1,6 @@
-"""The state of a run: its recorded end, or, where none is recorded, the state that its launcher reads.
+"""Read the state of a run: its records, and, where they have no end, the answer of its place (run/state.py).
 
-An `end.json` is always right. The queue of a sweep answers for a run that waits in it (run/sweep.py), the
-launcher for any other run.
+The queue of a sweep answers for a run that waits in it, the launcher for any other run.
 """
 
 from __future__ import annotations
@@ -14,13 +13,17 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import deliver_end, read_end, read_spooled
+from clusterddp.run.directory import RunDir
+from clusterddp.run.outcome import deliver_end
 from clusterddp.run.record import RunRecord, drop_secrets, read_run
-from clusterddp.run.view import RunState, RunView, final_view
+from clusterddp.run.state import Answer, Records, RunState, RunView, derive_state, final_view, read_records
+from clusterddp.run.sweep import ask_queue
 
 if TYPE_CHECKING:
     from clusterddp.slurm.queue import Slurm
+
+_MAX_READS = 5
+"""How often the records of a run are read again because they changed meanwhile."""
 
 
 def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | None = None) -> RunView:
@@ -49,30 +52,28 @@ def announce(runs: Iterable[tuple[RunDir, RunRecord]], slurm: Slurm | None = Non
         (slurm or _slurm_here()).expect(wanted_jobs(on_slurm))
 
 
-def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None = None) -> RunView:
-    attempts = run.attempts()
-    newest = attempts[-1] if attempts else None
-    end = None
-    if newest:
-        end = read_end(newest) or read_spooled(record.token, newest.number)
-    if newest and end and not end.will_restart:
-        deliver_end(newest, record.token, end)
-        return final_view(newest, end)
-    if newest and record.queued:
-        return _queued(run, newest)
-    view = launcher_named(record.launcher, inherited_environment()).read_state(
-        run, record, newest, end, slurm or _slurm_here()
-    )
-    return view or _read_state(run, read_run(run), slurm)
+def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None) -> RunView:
+    records = read_records(run, record)
+    for _ in range(_MAX_READS):
+        if records.attempt and records.end and records.has_final_end:
+            deliver_end(records.attempt, record.token, records.end)
+            return final_view(records.attempt, records.end)
+        answer = _ask(records, slurm)
+        if answer.life in {"alive", "queued"}:
+            break
+        # The last process, job or queue may have written its last record and ended before it was looked for.
+        before, records = records, read_records(run, read_run(run))
+        if records == before:
+            break
+    return derive_state(records, answer)
 
 
-def _queued(run: RunDir, attempt: AttemptDir) -> RunView:
-    from clusterddp.run.sweep import read_queued_state
-
-    view, now = read_queued_state(run, attempt), read_run(run)
-    # The queue may have started the run and exited meanwhile.
-    overtaken = view.state is RunState.LOST and (not now.queued or attempt.end.exists())
-    return _read_state(run, now) if overtaken else view
+def _ask(records: Records, slurm: Slurm | None) -> Answer:
+    """Ask the place of a run what it knows of it."""
+    if records.record.queued and records.attempt:
+        return ask_queue(records)
+    launcher = launcher_named(records.record.launcher, inherited_environment())
+    return launcher.probe(records, slurm or _slurm_here())
 
 
 @functools.cache

@@ -14,7 +14,7 @@ from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.rank_usage import RankUsage, UsageReport
 from clusterddp.run.record import RankRecord, Start, read_ranks
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import RunState, RunView
 
 _RECORD = re.compile(r"\d+\.json")
 RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]

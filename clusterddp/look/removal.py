@@ -18,9 +18,9 @@ from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.leftovers import find_runs
 from clusterddp.run.record import RunRecord, read_run
 from clusterddp.run.removal import check_inside, fingerprint, remove_place
+from clusterddp.run.state import RunState, RunView
 from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
 from clusterddp.run.usage import Usage, expires_at, measure_run
-from clusterddp.run.view import RunState, RunView
 
 if TYPE_CHECKING:
     from clusterddp.planning.ssh.plan import HostAccess

@@ -9,8 +9,8 @@ from typing import Any
 from clusterddp.launchers.state import announce, read_state
 from clusterddp.look.status import RunSummary, read_summary
 from clusterddp.run.record import read_run
+from clusterddp.run.state import RunState
 from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep
-from clusterddp.run.view import RunState
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

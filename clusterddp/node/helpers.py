@@ -30,8 +30,8 @@ from clusterddp.run.notices import (
     view_of_sweep,
 )
 from clusterddp.run.outcome import read_end
+from clusterddp.run.state import RunState, RunView, final_view
 from clusterddp.run.sweep import SweepDir
-from clusterddp.run.view import RunState, RunView, final_view
 
 if TYPE_CHECKING:
     import subprocess

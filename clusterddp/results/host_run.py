@@ -17,9 +17,9 @@ from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.run.attempts import Report, final_end, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.host_state import HostReport, is_foreign, read_reports, start_of, write_reports
+from clusterddp.run.host_reports import HostReport, is_foreign, read_reports, start_of, write_reports
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:

@@ -32,7 +32,7 @@ from clusterddp.results.host_run import (
 )
 from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_state import HostReport
+from clusterddp.run.host_reports import HostReport
 from clusterddp.ssh.connections import EACH_S
 
 if TYPE_CHECKING:

@@ -14,8 +14,8 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user
 from clusterddp.run.outcome import AttemptEnd, cancelled, close_attempt, read_end, read_spooled, write_end
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
+from clusterddp.run.state import RunState, RunView
 from clusterddp.run.sweep import claim
-from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import sync_directory
 from clusterddp.system.storage import retry_outage
 

@@ -20,7 +20,7 @@ from typing import Any, Literal
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.outcome import AttemptEnd
-from clusterddp.run.view import RunState, RunView, final_view, spell_states
+from clusterddp.run.state import RunState, RunView, final_view, spell_states
 
 Event = Literal["start", "end", "fail", "requeue", "hang"]
 SEND_S = 12.0

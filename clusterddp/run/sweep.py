@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +23,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name
 from clusterddp.run.find import list_places, list_runs, runs_of_spec
 from clusterddp.run.record import ProcessIdentity
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import Answer, Records
 from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
 
 QueueState = Literal["RUNNING", "ENDED", "GONE", "UNKNOWN"]
@@ -222,25 +221,17 @@ def claim(attempt: AttemptDir) -> bool:
     return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
 
 
-def read_queued_state(run: RunDir, attempt: AttemptDir) -> RunView:
-    """Read the state of a run that the queue of its sweep has not started yet."""
-    sweep = SweepDir(run.path.parent)
+def ask_queue(records: Records) -> Answer:
+    """Say what the queue of a sweep knows of a run that it has not started yet."""
+    sweep = SweepDir(records.run.path.parent)
     record = read_queue(sweep)
     state = record.state if record else "GONE"
+    waits = f"waits in the queue of {sweep.name}"
     if record and state == "UNKNOWN":
-        here = socket.gethostname()
-        reason = f"waits in the queue of {sweep.name} on {record.identity.host}, which cannot be asked from {here}"
-        return _view(RunState.UNKNOWN, attempt, reason)
+        words = f"{waits} on {record.identity.host}, which cannot be asked from here"
+        return Answer(life="unknown", words=words)
     if record and state == "RUNNING":
-        reason = "starting" if attempt.claim.exists() else f"waits in the queue of {sweep.name}"
-        return _view(RunState.PENDING, attempt, reason)
+        return Answer(life="alive") if records.is_claimed else Answer(life="queued", words=waits)
     what = f"has ended: {record.why}" if record and record.ended is not None else "is gone"
-    return _view(
-        RunState.LOST,
-        attempt,
-        f"was not started: the queue of {sweep.name} {what} (clusterddp resume {sweep.name} starts it again)",
-    )
-
-
-def _view(state: RunState, attempt: AttemptDir, reason: str) -> RunView:
-    return RunView(state=state, attempt=attempt.number, end=None, reason=reason)
+    words = f"the queue of {sweep.name} {what} (clusterddp resume {sweep.name} starts it again)"
+    return Answer(life="ended", words=words)

@@ -16,8 +16,8 @@ from clusterddp.run.attempts import Report, end_queued, final_end, no_report, re
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
+from clusterddp.run.state import RunState, RunView
 from clusterddp.run.stop import request_stop
-from clusterddp.run.view import RunState, RunView
 from clusterddp.slurm.jobs import Phase
 from clusterddp.submission.submit import CANCELLED_IN_QUEUE, record_end, wait
 from clusterddp.system.files import is_file, write_json

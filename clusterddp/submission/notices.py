@@ -31,8 +31,8 @@ from clusterddp.run.notices import (
     webhook_address,
 )
 from clusterddp.run.record import FOREIGN, read_run
+from clusterddp.run.state import RunView
 from clusterddp.run.sweep import SweepDir
-from clusterddp.run.view import RunView
 from clusterddp.system.files import build_record, read_json, read_jsonl
 
 PATIENCE_S = SEND_S + 5.0

@@ -12,7 +12,7 @@ from clusterddp.results.sync import Synchroniser
 from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.record import read_gang, read_run
 from clusterddp.run.stacks import StackReport, newest_report, read_report
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 
 ANSWER_S = 20.0
 """How long the head may take: it looks twice a second, and waits 7 s for its nodes."""

@@ -30,8 +30,8 @@ from clusterddp.run.attempts import (
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
 from clusterddp.run.record import RunRecord, log_event, read_run
+from clusterddp.run.state import RunView
 from clusterddp.run.sweep import claim
-from clusterddp.run.view import RunView
 from clusterddp.submission.staging import make_run
 from clusterddp.system.files import write_json, write_text
 

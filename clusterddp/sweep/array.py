@@ -21,9 +21,9 @@ from clusterddp.run.attempts import refuse_to_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
+from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
-from clusterddp.run.view import RunState, RunView, spell_states
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.identity import job_name
 from clusterddp.slurm.queue import Slurm

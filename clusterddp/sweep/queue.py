@@ -35,8 +35,8 @@ from clusterddp.run.attempts import Report, end_queued, end_run, final_end, no_r
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.outcome import cancelled, read_end
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
+from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.sweep import QueueRecord, SweepDir, claim, read_queue, read_sweep, write_queue, write_sweep
-from clusterddp.run.view import RunState, RunView, spell_states
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,

@@ -1,7 +1,7 @@
-"""The local launcher: starts a run on this machine, detached from the submitting process, and reads its state.
+"""The local launcher: starts a run on this machine, detached from the submitting process, and says whether it is alive.
 
-A run without a recorded end is PENDING or RUNNING while one process lives that will record its end: the submitter
-before the start, then the task, the supervisors and their guards. Without such a process the run is LOST. No clock
+A run without a recorded end is alive while one process lives that will record its end: the submitter
+before the start, then the task, the supervisors and their guards. Without such a process it has ended. No clock
 decides it, so a run on a slow machine is never taken for lost.
 """
 
@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.local.task import BEGUN, GPUS_TAKEN
@@ -25,10 +25,9 @@ from clusterddp.ranks.environment import cookie
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, read_end
-from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, Start, read_run, read_start
+from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_run
 from clusterddp.run.stacks import request_stacks
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import START_GRACE_S, Answer, Records
 from clusterddp.system.files import read_tail, write_json
 
 if TYPE_CHECKING:
@@ -40,8 +39,6 @@ _TRIES = 5
 """How often another run may take a GPU between our look and our lease."""
 START_TIMEOUT_S = 60.0
 CLEAR_TIMEOUT_S = 5.0
-_START_GRACE_S = 3.0
-"""How long a new attempt may have no process: the one that starts it may be between two system calls."""
 
 
 class LocalLauncher:
@@ -137,11 +134,29 @@ class LocalLauncher:
         """
         return _end_run(run, record, patience_s=CLEAR_TIMEOUT_S)
 
-    def read_state(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
-    ) -> RunView | None:
-        """Read the state of a run without a final end."""
-        return _read_state(run, record, attempt, end)
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Look for a process on this machine that will record the end of the run."""
+        record, start, attempt = records.record, records.start, records.attempt
+        # Once the record names a keeper, the submitter does not count: one in a notebook may live for days.
+        keeper = record.keeper or (record.submitter if records.was_handed_over else None)
+        watchers = [ProcessIdentity.from_json(keeper)] if keeper else []
+        if start is not None and records.end is None:
+            if "supervisor" not in start:
+                raise ClusterddpError(f"{records.run.path}: start.json names no supervisor")
+            watchers.append(start["supervisor"])
+        lives = [watcher.alive() for watcher in watchers]
+        if any(lives):
+            return Answer(life="alive")
+        if None in lives:
+            host = watchers[lives.index(None)].host
+            return Answer(life="unknown", words=f"runs on {host}, which cannot be asked from here")
+        # While a guard or the task cleans up, only the cookie finds the process. The run may belong to another user.
+        left = find_processes(f"{record.token}.", uid=os.stat(records.run.path).st_uid)
+        is_new = attempt is not None and abs(time.time() - os.stat(attempt.path).st_mtime) < START_GRACE_S
+        if any(map(is_supervising, left)) or (is_new and not records.is_started and records.end is None):
+            return Answer(life="alive")
+        note = f"{len(left)} of its processes are left (clusterddp cancel {records.run.name} ends them)"
+        return Answer(life="ended", words="its processes are gone", notes=(note,) if left else ())
 
 
 def _end_run(run: RunDir, record: RunRecord, *, patience_s: float = 0.0, timeout_s: float = CLEAR_TIMEOUT_S) -> int:
@@ -186,100 +201,3 @@ def _last_words(run: RunDir) -> str:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
-
-
-def _read_state(run: RunDir, record: RunRecord, newest: AttemptDir | None, end: AttemptEnd | None) -> RunView | None:
-    """Read the state of a run without a final end; None: its files changed meanwhile."""
-    if newest and end:
-        return _restarting(run, record, newest, end)
-    start = read_start(newest) if newest else None
-    if newest and start is not None:
-        return _started(run, record, newest, start)
-    return _unstarted(run, record, newest)
-
-
-def _restarting(run: RunDir, record: RunRecord, attempt: AttemptDir, end: AttemptEnd) -> RunView | None:
-    foreign = _foreign_host(record)
-    if foreign is not None:
-        return _unknown(attempt, foreign)
-    if _is_supervised(run, record):
-        return RunView(state=RunState.REQUEUED, attempt=attempt.number, end=end, reason=f"restarts after: {end.reason}")
-    newest = run.newest_attempt()
-    if newest.number != attempt.number or _final(read_end(newest)):
-        return None
-    return _lost(run, record, attempt, f"should have restarted after: {end.reason}; its task is gone", end)
-
-
-def _started(run: RunDir, record: RunRecord, attempt: AttemptDir, start: Start) -> RunView | None:
-    head = start.get("supervisor")
-    if head is None:
-        raise ClusterddpError(f"{attempt.start}: names no supervisor")
-    alive = head.alive()
-    if alive is None:
-        return _unknown(attempt, head.host)
-    if alive or _is_supervised(run, record):
-        return RunView(state=RunState.RUNNING, attempt=attempt.number, end=None, reason="its supervisor is alive")
-    # The last process may have recorded the end and exited after the search for processes.
-    if attempt.end.exists():
-        return None
-    return _lost(run, record, attempt, "its processes are gone and recorded no end", None)
-
-
-def _unstarted(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> RunView | None:
-    foreign = _foreign_host(record)
-    if foreign is not None:
-        return _unknown(attempt, foreign)
-    number = attempt.number if attempt else None
-    if _is_supervised(run, record) or _just_made(attempt):
-        previous = read_end(run.attempt(number - 1)) if number else None
-        state = RunState.REQUEUED if previous and previous.will_restart else RunState.PENDING
-        return RunView(state=state, attempt=number, end=None, reason="starting")
-    if attempt is not None and (attempt.start.exists() or attempt.end.exists()):
-        return None
-    return _lost(run, record, attempt, "was never started: the process that submitted it is gone", None)
-
-
-def _is_supervised(run: RunDir, record: RunRecord) -> bool:
-    """Say whether a process on this machine will still record the end of the run."""
-    # The submitter answers until the record names a keeper; a submitter in a notebook may live for days after that.
-    identity = record.keeper or record.submitter
-    if identity and ProcessIdentity.from_json(identity).alive():
-        return True
-    # Before the record names a keeper, and while a guard or the task cleans up, only the cookie finds the process.
-    return any(is_supervising(process) for process in _processes(run, record))
-
-
-def _lost(run: RunDir, record: RunRecord, attempt: AttemptDir | None, reason: str, end: AttemptEnd | None) -> RunView:
-    left = len(_processes(run, record))
-    if left:
-        reason += f"; {left} of its processes are left (clusterddp cancel {run.name} ends them)"
-    return RunView(state=RunState.LOST, attempt=attempt.number if attempt else None, end=end, reason=reason)
-
-
-def _unknown(attempt: AttemptDir | None, host: str) -> RunView:
-    return RunView(
-        state=RunState.UNKNOWN,
-        attempt=attempt.number if attempt else None,
-        end=None,
-        reason=f"runs on {host}, which cannot be asked from {socket.gethostname()}",
-    )
-
-
-def _processes(run: RunDir, record: RunRecord) -> list[Any]:
-    # The owner of the run, not of this process: root may read the state of another user's run.
-    return find_processes(f"{record.token}.", uid=os.stat(run.path).st_uid)
-
-
-def _foreign_host(record: RunRecord) -> str | None:
-    """Name the machine of the run if it is not this one."""
-    identity = record.keeper or record.submitter
-    host = str(identity.get("host", "")) if identity else ""
-    return host if host and host != socket.gethostname() else None
-
-
-def _just_made(attempt: AttemptDir | None) -> bool:
-    return attempt is not None and abs(time.time() - os.stat(attempt.path).st_mtime) < _START_GRACE_S
-
-
-def _final(end: AttemptEnd | None) -> bool:
-    return end is not None and not end.will_restart

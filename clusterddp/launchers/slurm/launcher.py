@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
 from clusterddp.launchers.slurm.jobs import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
-from clusterddp.launchers.slurm.state import read_job_state
+from clusterddp.launchers.slurm.state import ask_slurm
 from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.planning.processes import EXEC_MODULE, python_path, travelling_variables
 from clusterddp.planning.program import TRAINER
@@ -34,6 +34,7 @@ from clusterddp.run.record import (
     write_run,
 )
 from clusterddp.run.stacks import request_stacks
+from clusterddp.run.state import Answer, Records
 from clusterddp.run.sweep import SweepDir
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.explain import advise_refusal
@@ -45,8 +46,6 @@ from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
-    from clusterddp.run.outcome import AttemptEnd
-    from clusterddp.run.view import RunView
 
 _END_TIMEOUT_S = 60.0
 """How long a job may take to end after scancel: Slurm's KillWait (30 s by default) and a reserve."""
@@ -203,11 +202,9 @@ class SlurmLauncher:
         """Cancel a job whose submit was interrupted; see `withdraw_job`."""
         return withdraw_job(run, self._environ)
 
-    def read_state(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
-    ) -> RunView | None:
-        """Read the state of a run without a final end."""
-        return read_job_state(run, record, attempt, end, slurm)
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Say what queue and accounting know of the run's job."""
+        return ask_slurm(records, slurm)
 
 
 def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variables: bool = False) -> Started:

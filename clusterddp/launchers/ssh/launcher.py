@@ -31,7 +31,7 @@ from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.call import different_python, read_origin
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_state import read_host_state
+from clusterddp.run.host_reports import ask_reports
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
 from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder
@@ -43,8 +43,7 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.remote.sessions import HostSessions
     from clusterddp.run.directory import AttemptDir
-    from clusterddp.run.outcome import AttemptEnd
-    from clusterddp.run.view import RunView
+    from clusterddp.run.state import Answer, Records
     from clusterddp.slurm.queue import Slurm
 
 _LEASE_TIMEOUT_S = 60.0
@@ -171,11 +170,9 @@ class SshLauncher:
         """
         return _end(run, self._environ, patience_s=_END_PATIENCE_S, all_needed=True)
 
-    def read_state(
-        self, run: RunDir, record: RunRecord, attempt: AttemptDir | None, end: AttemptEnd | None, slurm: Slurm
-    ) -> RunView | None:
-        """Read the state of a run without a final end."""
-        return read_host_state(run, record, attempt, end)
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Say what the hosts have last reported; a command that needs the current state synchronises first."""
+        return ask_reports(records)
 
 
 class _UploadReport:

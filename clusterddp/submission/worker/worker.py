@@ -57,8 +57,8 @@ from clusterddp.run.record import (
     write_rank,
     write_run,
 )
+from clusterddp.run.state import RunState
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
-from clusterddp.run.view import RunState
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.worker.meeting import Met, Seat
 from clusterddp.submission.worker.place import (

@@ -20,7 +20,7 @@ from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks, read_run
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import RunState, RunView
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import Submitted, resume, submit, wait
 from clusterddp.system.processes import Process, read_command

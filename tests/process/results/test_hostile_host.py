@@ -22,7 +22,7 @@ from clusterddp.planning.ssh.plan import HostAccess
 from clusterddp.remote import session as session_module
 from clusterddp.remote.session import Session
 from clusterddp.remote.sessions import SessionPool
-from clusterddp.run.host_state import read_reports
+from clusterddp.run.host_reports import read_reports
 from clusterddp.system.files import write_json
 from tests.support.agent_hosts import Connection, make_channel, running_hosts
 from tests.support.agent_hosts import Hosts as AgentHosts

@@ -19,10 +19,10 @@ from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
 from clusterddp.look.logs import LogQuery, read_logs
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_state import read_reports
+from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import AttemptEnd, read_end, write_end
 from clusterddp.run.record import log_event, read_ranks
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.system.files import append_jsonl, read_jsonl
 from tests.support.agent_hosts import Hosts, running_hosts
 from tests.support.waiting import wait_until

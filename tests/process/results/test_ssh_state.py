@@ -13,10 +13,10 @@ import pytest
 from clusterddp.launchers.state import read_state
 from clusterddp.look.status import read_status
 from clusterddp.results.host_run import was_never_reached
-from clusterddp.run.host_state import ago, reports_path
+from clusterddp.run.host_reports import ago, reports_path
 from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.system.files import append_jsonl
 from tests.support.agent_hosts import Hosts, running_hosts
 
@@ -59,7 +59,7 @@ def test_before_its_ranks_are_started_it_is_pending(hosts: Hosts) -> None:
 def test_it_is_pending_while_its_submitter_lives(hosts: Hosts) -> None:
     submitter = dataclasses.asdict(ProcessIdentity.of())
     write_run(hosts.run, dataclasses.replace(read_run(hosts.run), job_id=None, submitter=submitter))
-    assert seen(hosts) == ("PENDING", "starting")
+    assert seen(hosts) == ("PENDING", "is being submitted")
     assert hosts.sessions == []
 
 
@@ -76,7 +76,10 @@ def test_the_end_that_the_head_recorded_is_the_end(hosts: Hosts) -> None:
 
 def test_a_run_without_supervisors_and_without_an_end_is_lost(hosts: Hosts) -> None:
     hosts.start()
-    assert seen(hosts) == ("LOST", "its supervisors on gpu01, gpu02 are gone and recorded no end")
+    assert seen(hosts) == (
+        "LOST",
+        "its supervisors on gpu01, gpu02 are gone, and no process recorded how the run ended",
+    )
 
 
 def test_ranks_do_not_supervise_a_run_but_are_named(hosts: Hosts) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.submission.submit import resume, submit, wait
 from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git, plan_script

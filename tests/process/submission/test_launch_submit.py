@@ -23,7 +23,7 @@ from clusterddp.planning.plan import Plan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.submit import start_attempt, submit, wait
 from clusterddp.system.file_set import has_digest

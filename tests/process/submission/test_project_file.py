@@ -11,7 +11,7 @@ from clusterddp.cli.main import main
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.run.directory import RunDir
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.spec.load import load_spec
 from clusterddp.submission.submit import resume, submit, wait
 from tests.support.waiting import PATIENCE

@@ -19,7 +19,7 @@ from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from clusterddp.run.view import RunState
+from clusterddp.run.state import RunState
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import resume, submit, wait
 from clusterddp.system.devices import list_gpus

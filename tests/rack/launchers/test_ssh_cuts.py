@@ -14,7 +14,7 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.host_state import read_reports
+from clusterddp.run.host_reports import read_reports
 from clusterddp.run.outcome import read_end
 from clusterddp.ssh.connections import SILENCE_S
 from tests.support.launch_runs import IMPATIENT

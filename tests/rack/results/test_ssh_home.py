@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_state import read_reports
+from clusterddp.run.host_reports import read_reports
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import command_of
 from tests.support.waiting import wait_until

@@ -12,7 +12,7 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 from tests.support.handmade_slurm_runs import (
     age,
@@ -231,7 +231,7 @@ def test_a_job_that_completed_without_a_record_is_lost(rack: Rack, slurm: Slurm,
     job = submit_job(rack, run, script="true")
     await_state(rack, job, "COMPLETED")
     view = read_at_rest(run, slurm)
-    assert (view.state, "no process recorded how the run ended" in view.reason) == (RunState.LOST, True)
+    assert (view.state, f"job {job} ended: COMPLETED, and no rank was started" in view.reason) == (RunState.LOST, True)
 
 
 def test_a_job_whose_time_was_up_has_failed_and_says_so(rack: Rack, slurm: Slurm, make: Callable[..., RunDir]) -> None:
@@ -307,7 +307,7 @@ def test_a_requeued_run_waits_to_start_again(rack: Rack, slurm: Slurm, make: Cal
     rack.run("head", ["scontrol", "requeue", job])
     await_state(rack, job, "PENDING")
     view = read_state(run, slurm)
-    assert (view.state, view.reason.partition("; ")[0]) == (RunState.REQUEUED, "starts again after: the reason")
+    assert (view.state, view.reason.partition("; ")[0]) == (RunState.REQUEUED, "restarts after: the reason")
 
 
 def test_a_requeue_without_a_record_counts_as_one(rack: Rack, slurm: Slurm, make: Callable[..., RunDir]) -> None:
@@ -394,7 +394,9 @@ def test_a_run_without_a_job_is_lost_when_the_process_that_submitted_it_is_gone(
 ) -> None:
     run = make()
     age(run)
-    assert read_state(run, slurm).reason.startswith("was never queued")
+    assert read_state(run, slurm).reason == (
+        "was never started: the process that submitted it is gone; Slurm knows no job of it; resume queues it"
+    )
 
 
 def test_a_run_that_is_being_queued_is_pending(slurm: Slurm, make: Callable[..., RunDir]) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import RunState, RunView
 from clusterddp.slurm.queue import Slurm
 from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run, update_record
 from tests.support.rack_slurm import await_state, eventually, reach_slurm, submit_job
@@ -181,7 +181,7 @@ def test_a_job_that_a_killed_controller_forgot_is_lost_and_its_number_anothers(
     assert submit_job(forgetful, other, "--hold") == lost
     age(run)
     view = read_state(run, slurm)
-    assert (view.state, f"Slurm no longer knows job {lost}, which Slurm had accepted" in view.reason) == (
+    assert (view.state, f"Slurm no longer knows job {lost}, and no rank was started" in view.reason) == (
         RunState.LOST,
         True,
     )

@@ -22,8 +22,8 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.rank_usage import RankUsage, Straggler, UsageReport, write_usage
 from clusterddp.run.record import ProcessIdentity
+from clusterddp.run.state import RunState, RunView
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
-from clusterddp.run.view import RunState, RunView
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
 

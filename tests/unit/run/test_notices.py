@@ -12,7 +12,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.notices import SendOrder, claim, message, message_of_end, message_of_view, view_of_sweep
 from clusterddp.run.outcome import AttemptEnd, cancelled, failed
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import RunState, RunView
 from clusterddp.wire import build
 
 NOTIFY = Notify(on=("end",), webhook="${HOOK}")

@@ -21,8 +21,8 @@ from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry
 from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
+from clusterddp.run.state import RunState
 from clusterddp.run.stop import looking_at, request_stop
-from clusterddp.run.view import RunState
 
 SLEEPER = [sys.executable, "-c", "import time; time.sleep(60)"]
 Start = Callable[..., subprocess.Popen[bytes]]
