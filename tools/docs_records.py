@@ -20,8 +20,8 @@ from clusterddp.look import ranks, status
 from clusterddp.look.events import Stopping
 from clusterddp.look.timeline import Times
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.sweep import SweepDir
 from clusterddp.run.state import RunState
+from clusterddp.run.sweep import SweepDir
 
 
 def files_page() -> str:
