@@ -22,7 +22,7 @@ from clusterddp.errors import ClusterddpError, RankError, RunCancelledError, Run
 from clusterddp.run.call import PYTHON, different_python, origin_line, read_origin
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import read_gang, read_ranks
-from clusterddp.run.view import RunState, RunView
+from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import open_regular, write_bytes
 
 MAX_PICKLE_BYTES = 10**9
