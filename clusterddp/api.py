@@ -169,8 +169,8 @@ def plan(
         source = f"name: {flow_yaml(call.name)}\n" if base is None else base
         changes = ["~train", "~entry", f"entry={flow_yaml({'function': call.function})}"]
         resolved = load_spec(source, [*changes, *overrides], profile=profile, hosts=hosts)
-        request = dataclasses.replace(request, environ=os.environ | {"PYTHONPATH": paths_of_ranks(os.environ)})
-        return dataclasses.replace(plan_run(resolved, request), submission=call.data)
+        environ = os.environ | {"PYTHONPATH": paths_of_ranks(os.environ)}
+        return plan_run(resolved, dataclasses.replace(request, environ=environ, submission=call.data))
     if args or kwargs or base is not None:
         raise UsageError("args, kwargs and base go with a function", hint="entry.args=[...] among the overrides")
     if isinstance(spec, Path | str):

@@ -81,6 +81,8 @@ class Request:
     """The run's name; None: one that is free is chosen."""
     placed: Placement | None = None
     """Where the ranks run, if that is decided already; None: the launcher of the spec places them."""
+    submission: bytes | None = None
+    """A function from Python, pickled; empty: the run has it; None: there is none, or it is that of `parent`."""
 
 
 _T = TypeVar("_T")

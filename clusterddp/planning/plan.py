@@ -205,6 +205,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         commands=(),
         slurm=placed.slurm,
         ssh=placed.ssh,
+        submission=request.submission,
     )
     if plan.slurm:
         slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
@@ -423,7 +424,9 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
     from clusterddp.spec.load import flatten, load_spec
 
     resolved = load_spec(spec, overrides, environ=environ, whole=True)
-    request = Request(runs_dir=plan.runs_dir, working_dir=plan.working_dir, environ=environ, parent=plan.parent)
+    request = Request(
+        runs_dir=plan.runs_dir, working_dir=plan.working_dir, environ=environ, parent=plan.parent, submission=b""
+    )
     other = plan_run(resolved, request)
     now, then = flatten(other.spec), flatten(plan.spec)
     fixed = [key for key in _FIXED if now.get(key) != then.get(key)]

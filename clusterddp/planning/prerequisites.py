@@ -15,7 +15,7 @@ from clusterddp.facts.judge import judge_torch
 from clusterddp.facts.torch import read_torch
 from clusterddp.planning.placement import Request
 from clusterddp.planning.program import TRAINER
-from clusterddp.run.gang import Gang
+from clusterddp.run.gang import Gang, is_call
 from clusterddp.spec.secret_values import is_secret
 from clusterddp.spec.train import is_there
 from clusterddp.system.storage import find_mount
@@ -36,6 +36,13 @@ def refuse_unplannable(job: JobSpec, request: Request) -> None:
         raise UsageError(
             f"--attach is for launcher ssh, and this spec has {job.launcher}",
             hint="--follow stays with any run",
+        )
+    function = (job.entry and job.entry.function) or ""
+    if is_call(function) and request.submission is None and not (request.parent or request.trial):
+        raise UsageError(
+            f"entry.function: {function}: a function with arguments in parentheses was submitted from Python; its "
+            "pickle is in the run, and not in the spec",
+            hint="clusterddp submit RUN repeats that run; or write module:name, and entry.args",
         )
     check_secrets(job.all_secrets, request.environ)
 

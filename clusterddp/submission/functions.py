@@ -74,19 +74,16 @@ def paths_of_ranks(environ: Mapping[str, str]) -> str:
     return os.pathsep.join(dict.fromkeys(filter(None, [*named, *here])))
 
 
-def write_submission(run: RunDir, function: str, data: bytes | None, parent: RunDir | None, *, here: bool) -> None:
+def write_submission(run: RunDir, data: bytes | None, parent: RunDir | None, *, here: bool) -> None:
     """Write the submission file of a run: `data`, or that of the run that it repeats.
 
     `here`: the ranks have this Python.
-    Raises: UsageError: there is none, it is another user's, or of another Python.
+    Raises: UsageError: that run has none, it is another user's, or of another Python.
     """
     if data is None:
-        if parent is None or not parent.submission.exists():
-            raise UsageError(
-                f"entry.function: {function}: a function with arguments in parentheses was submitted from Python, "
-                + (f"and {parent.path} has no {parent.submission.name}" if parent else "and no run has it"),
-                hint="entry.function: module:name, and entry.args",
-            )
+        assert parent is not None  # see refuse_unplannable
+        if not parent.submission.exists():
+            raise UsageError(f"{parent.path}: has no {parent.submission.name}, which has the function")
         _refuse_foreign(parent.submission)
         theirs = read_origin(parent.submission)["python"]
         if here and theirs != PYTHON:

@@ -95,7 +95,7 @@ def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
 
         parent = RunDir(plan.runs_dir / plan.parent) if plan.parent else None
         here = plan.launcher != "ssh"
-        write_submission(run, plan.gang.entry.target, plan.submission, parent, here=here)
+        write_submission(run, plan.submission, parent, here=here)
     surroundings = capture_surroundings(plan.working_dir, environ)
     if plan.snapshot is not None:
         chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)

@@ -197,10 +197,15 @@ def test_a_restart_and_a_repetition_load_the_same_pickle(jobs: ModuleType) -> No
 
     run = clusterddp.submit(train, ["restarts=1"])
     assert run.result() == "1"
-    command = [sys.executable, "-m", "clusterddp", "submit", run.name, "restarts=2", "--wait"]
+    command = [sys.executable, "-m", "clusterddp", "submit", run.name, "restarts=0"]
     subprocess.run(command, check=True, capture_output=True)
-    assert Run.find("@last").result() == "1"
-    assert Run.find("@last") != run
+    again = Run.find("@last")
+    assert again != run
+    with pytest.raises(RankError, match="again"):
+        again.result()
+    command = [sys.executable, "-m", "clusterddp", "resume", again.name, "restarts=2"]
+    subprocess.run(command, check=True, capture_output=True)
+    assert again.result() == "1"
 
 
 @pytest.mark.parametrize(
@@ -223,7 +228,7 @@ def test_a_large_pickle_is_refused_with_a_hint(jobs: ModuleType, monkeypatch: py
 
 
 def test_a_call_of_no_pickle_in_a_spec_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="was submitted from Python, and no run has it"):
+    with pytest.raises(UsageError, match="was submitted from Python; its pickle is in the run"):
         clusterddp.submit("name: a\nentry: {function: 'os:getcwd()'}\n")
     assert not list((tmp_path / "runs").glob("a-*"))
 

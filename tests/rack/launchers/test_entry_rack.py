@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from clusterddp.run.call import PYTHON
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
 from tests.support.slurm_person import SlurmPerson
@@ -70,6 +71,12 @@ def test_functions_travel_to_hosts_without_submitit_and_their_results_come_back(
         "[('closure', 0, [2.0, 2.0], False), ('closure', 1, [2.0, 2.0], False)]",
         "1 ValueError: fail",
     ]
+    failed = ssh_place.run_dir()
+    data = failed.submission.read_bytes()
+    failed.submission.write_bytes(data.replace(f'"python": "{PYTHON}"'.encode(), b'"python": "3.99"'))
+    refused = ssh_place.clusterddp("resume", failed.name, check=False)
+    assert refused.returncode == 3
+    assert f"node1: the function was pickled by Python 3.99, and this is {PYTHON}" in refused.stderr
 
 
 def lines_of(run: RunDir) -> list[str]:
