@@ -10,8 +10,8 @@ import click
 
 from clusterddp.cli.arguments import HostName, command, output_option
 from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say, say_error, table
-from clusterddp.cli.text.ps import failure_json, failure_lines
 from clusterddp.errors import PreflightError, SshError, UsageError
+from clusterddp.look.printable import printable
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
@@ -97,6 +97,23 @@ def hosts() -> None:
 hosts.add_command(check)
 hosts.add_command(trust)
 COMMANDS = {"hosts": hosts}
+
+
+def failure_lines(found: Mapping[str, Any]) -> list[str]:
+    """Write which machines did not answer, and the fix."""
+    lines = []
+    for host, error in found.items():
+        if isinstance(error, SshError):
+            failed = click.style("failed", fg="red", bold=True)
+            lines.append(f"{printable(host)}  {failed}  {error.phase}: {printable(error.found)}")
+            if error.hint:
+                lines.append(f"      {click.style('fix:', bold=True)} {printable(error.hint)}")
+    return lines
+
+
+def failure_json(host: str, error: SshError) -> dict[str, Any]:
+    """Describe a machine that did not answer."""
+    return {"host": host, "ok": False, "phase": error.phase, "found": error.found, "fix": error.hint}
 
 
 def _parse_expected(arguments: Sequence[str]) -> tuple[list[str], dict[str, str]]:

@@ -4,22 +4,44 @@ from __future__ import annotations
 
 import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from clusterddp.cli.arguments import Age, HostName, RunName, collected, command, output_option, runs_option
-from clusterddp.cli.terminal import Terminal, columns_of, confirm, put, put_json, say
-from clusterddp.errors import PreflightError, SshError, UsageError
+from clusterddp.cli.hosts import failure_json, failure_lines
+from clusterddp.cli.terminal import (
+    Column,
+    Terminal,
+    columns_of,
+    confirm,
+    duration,
+    lay_out,
+    put,
+    put_json,
+    say,
+    say_error,
+    to_columns,
+)
+from clusterddp.errors import ClusterddpError, PreflightError, SshError, UsageError
+from clusterddp.look.printable import printable
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
+from clusterddp.system.units import format_bytes, format_count
 
 if TYPE_CHECKING:
-    from clusterddp.look.ps import Cleanup, Machines
+    from clusterddp.look.ps import Machines
+    from clusterddp.run.leftovers import Ended, RunHere
+    from clusterddp.run.stored import Removed, Storage
 
+_PIDS_SHOWN = 6
+_ORPHANED = "orphaned"
+_KINDS = {"run": "run", "code": "snapshot of code", "package": "clusterddp", "remnant": "transfer that was cut off"}
+_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -103,23 +125,20 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     `gc` kills those. Processes are found by the cookie of their run, CLUSTERDDP_COOKIE in their environment: one that
     has overwritten its environment is not found. Exit code 3 when a host cannot be asked.
     """
-    from clusterddp.cli.text.ps import failure_json, process_lines, run_json, say_unmarked
-    from clusterddp.look.ps import left_over_of
-
     with selection.open(terminal.environ) as machines:
         found = machines.look(selection.tokens)
     if output == "json":
         rows = [
             failure_json(host, runs)
             if isinstance(runs, SshError)
-            else {"host": host, "ok": True, "runs": [run_json(run) for run in runs]}
+            else {"host": host, "ok": True, "runs": [_run_json(run) for run in runs]}
             for host, runs in found.items()
         ]
         put_json({"hosts": rows})
     else:
-        put("\n".join(process_lines(found, columns=columns_of(sys.stdout))))
-        left_over = left_over_of(found)
-        say_unmarked(left_over)
+        put("\n".join(_process_lines(found, columns=columns_of(sys.stdout))))
+        left_over = _left_over_of(found)
+        _say_unmarked(left_over)
         if left_over:
             words = [selection.name] if selection.name else []
             words += ["--hosts", ",".join(left_over)] if selection.hosts else []
@@ -156,42 +175,252 @@ def gc(
 
     Exit code 1 when something cannot be ended or removed, 3 when a host cannot be asked.
     """
-    from clusterddp.cli.text import ps as text
-    from clusterddp.look.ps import Cleanup
-
     if selection.name and older_than_s:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
+    show = say if output == "json" else put
     with selection.open(terminal.environ) as machines:
-        show = say if output == "json" else put
-        cleanup = Cleanup(machines=machines, tokens=selection.tokens, older_than_s=older_than_s)
-        cleanup.look()
-        if lines := text.cleanup_lines(cleanup, columns=columns_of(sys.stdout)):
+        cleanup = Cleanup(found=machines.look(selection.tokens))
+        if older_than_s is not None:
+            cleanup.storages = machines.stored(older_than_s)
+        if lines := _cleanup_lines(cleanup, columns=columns_of(sys.stdout)):
             show("\n".join(lines))
-        text.say_kept(cleanup)
-        if not _carry_out(cleanup, show, yes=yes, dry_run=dry_run):
-            return 1
+        _say_kept(cleanup)
+        question = _question(cleanup)
+        if not question and _answers(cleanup.found):
+            say("no orphaned processes" + (" on the others" if cleanup.exit_code else ""))
+        elif question and not dry_run:
+            refused = "nothing was ended, nothing was removed"
+            if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
+                say(refused)
+                return 1
+            cleanup.ended = machines.end(
+                {host: [run.token for run in runs] for host, runs in cleanup.left_over.items()}
+            )
+            if older_than_s is not None:
+                cleanup.removed = machines.remove(cleanup.removable, older_than_s)
+            _say_done(cleanup, show)
     if output == "json":
-        put_json(text.cleanup_json(cleanup))
+        put_json({"hosts": [_host_json(cleanup, host) for host in cleanup.found]})
     return cleanup.exit_code
 
 
 COMMANDS = {"ps": ps, "gc": gc}
 
 
-def _carry_out(cleanup: Cleanup, show: Callable[[str], None], *, yes: bool, dry_run: bool) -> bool:
-    """End and remove what was found, after asking; return False when the user refuses."""
-    from clusterddp.cli.text import ps as text
-    from clusterddp.look.ps import answers
+@dataclass(kw_only=True)
+class Cleanup:
+    """What gc has found on each machine, and what it has ended and removed."""
 
-    question = text.cleanup_question(cleanup)
-    if not question:
-        if answers(cleanup.found):
-            say("no orphaned processes" + (" on the others" if cleanup.exit_code else ""))
-    elif not dry_run:
-        refused = "nothing was ended, nothing was removed"
-        if not (yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
-            say(refused)
-            return False
-        cleanup.carry_out()
-        text.say_removed(cleanup, show)
-    return True
+    found: Mapping[str, list[RunHere] | SshError]
+    storages: Mapping[str, Storage | SshError] = field(default_factory=dict)
+    ended: Mapping[str, list[Ended] | SshError] = field(default_factory=dict)
+    removed: Mapping[str, list[Removed] | SshError] = field(default_factory=dict)
+
+    @property
+    def left_over(self) -> dict[str, list[RunHere]]:
+        """The runs without a supervisor, guard or task, by machine; machines without such runs are left out."""
+        return _left_over_of(self.found)
+
+    @property
+    def removable(self) -> dict[str, list[str]]:
+        """The places that can be removed, by machine; machines without are left out."""
+        places = {host: [each.place for each in storage.removable] for host, storage in _answers(self.storages).items()}
+        return {host: of_host for host, of_host in places.items() if of_host}
+
+    @property
+    def exit_code(self) -> int:
+        replies = [*self.found.values(), *self.storages.values(), *self.ended.values(), *self.removed.values()]
+        if any(isinstance(reply, SshError) for reply in replies):
+            return PreflightError.exit_code
+        alive = any(each.left for ended in _answers(self.ended).values() for each in ended)
+        kept = any(each.error for removed in _answers(self.removed).values() for each in removed)
+        return ClusterddpError.exit_code if alive or kept else 0
+
+
+def _answers(replies: Mapping[str, _T | SshError]) -> dict[str, _T]:
+    """Return the answers, without the errors."""
+    return {host: reply for host, reply in replies.items() if not isinstance(reply, SshError)}
+
+
+def _left_over_of(found: Mapping[str, list[RunHere] | SshError]) -> dict[str, list[RunHere]]:
+    runs = {host: [run for run in of_host if run.answered_by is None] for host, of_host in _answers(found).items()}
+    return {host: of_host for host, of_host in runs.items() if of_host}
+
+
+def _process_lines(found: Mapping[str, list[RunHere] | SshError], *, columns: int | None) -> list[str]:
+    """Lay out the runs of each machine as one table in `columns`; machines that did not answer follow."""
+    rows = []
+    for host, runs in found.items():
+        if isinstance(runs, SshError):
+            continue
+        rows += [_row(host, run) for run in runs] or [[printable(host), "-", "nothing runs", "-", "-", "-", "-"]]
+    if not rows:
+        return failure_lines(found)
+
+    def paint(state: str) -> str:
+        return click.style(state, fg="red", bold=True) if state == _ORPHANED else state
+
+    hosts, names, states, processes, gpus, since, supervisors = zip(*rows, strict=True)
+    several = len(set(hosts)) > 1
+    table_columns = [
+        Column(title="HOST", cells=hosts, gives_way=0 if several else 5, least=8),
+        Column(title="RUN", cells=names, least=14),
+        Column(title="STATE", cells=states, paint=paint),
+        Column(title="PROCESSES", cells=processes, gives_way=1, least=9),
+        Column(title="GPUS", cells=gpus, gives_way=2),
+        Column(title="SINCE", cells=since, gives_way=3),
+        Column(title="SUPERVISED BY", cells=supervisors, gives_way=4, least=13),
+    ]
+    return lay_out(table_columns, room=columns) + failure_lines(found)
+
+
+def _row(host: str, run: RunHere) -> list[str]:
+    """Write a run on one machine; the pids of its processes too, when it is left over."""
+    processes = str(len(run.processes))
+    if run.answered_by is None:
+        pids = [str(process.pid) for process in run.processes]
+        more = f" and {len(pids) - _PIDS_SHOWN} more" if len(pids) > _PIDS_SHOWN else ""
+        processes = f"{len(pids)}: {' '.join(pids[:_PIDS_SHOWN])}{more}"
+    return [
+        printable(host),
+        printable(run.label),
+        _ORPHANED if run.answered_by is None else "running",
+        processes,
+        ",".join(run.gpus) or "-",
+        duration(run.age_s),
+        "-" if run.answered_by is None else printable(run.answered_by),
+    ]
+
+
+def _cleanup_lines(cleanup: Cleanup, *, columns: int | None) -> list[str]:
+    """Lay out what is to be ended and removed in `columns`, and which machines did not answer."""
+    runs = _process_lines(cleanup.left_over, columns=columns) if cleanup.left_over else []
+    failures = failure_lines({**cleanup.storages, **cleanup.found})
+    return [*runs, *stored_lines(cleanup.storages, columns=columns), *failures]
+
+
+def stored_lines(found: Mapping[str, Storage | SshError], *, columns: int | None) -> list[str]:
+    """Lay out what can be removed on each machine in `columns`; hosts and places are never cut."""
+    rows = []
+    for host, storage in _answers(found).items():
+        for each in storage.removable:
+            place = printable(f"{storage.root}/{each.place if each.kind == 'run' else each.place[:24]}")
+            note = f"with {format_bytes(each.checkpoints)} of checkpoints" if each.checkpoints else ""
+            age, size = duration(each.age_s), format_bytes(each.size)
+            rows.append([printable(host), _KINDS[each.kind], place, age, size, note])
+    titles = (("HOST", 0), ("WHAT", 2), ("PLACE", 0), ("AGE", 3), ("SIZE", 0), ("", 1))
+    return lay_out(to_columns(titles, rows), room=columns) if rows else []
+
+
+def _question(cleanup: Cleanup) -> str:
+    """Write what is to be done, as a question; empty when there is nothing to do."""
+    processes = sum(len(run.processes) for runs in cleanup.left_over.values() for run in runs)
+    removable = [each for storage in _answers(cleanup.storages).values() for each in storage.removable]
+    words = [f"end {format_count(processes, 'process')}"] if processes else []
+    if removable:
+        size = format_bytes(sum(each.size for each in removable))
+        words.append(f"remove {format_count(len(removable), 'directory')} ({size})")
+    question = " and ".join(words)
+    return f"{question[:1].upper()}{question[1:]}?" if words else ""
+
+
+def _say_kept(cleanup: Cleanup) -> None:
+    """Print what gc keeps though the user may expect its removal."""
+    _say_unmarked(cleanup.left_over)
+    for host, storage in _answers(cleanup.storages).items():
+        if storage.unfinished:
+            kept, where = printable(", ".join(storage.unfinished)), printable(storage.root)
+            say(f"{printable(host)}: no end is recorded of {kept}: kept; they are in {where}/runs")
+
+
+def _say_unmarked(left_over: Mapping[str, list[RunHere]]) -> None:
+    """Print which processes gc does not end, since no cookie shows that they belong to a run."""
+    for host, runs in left_over.items():
+        for run in runs:
+            if run.unmarked:
+                processes, pids = format_count(len(run.unmarked), "process"), " ".join(map(str, run.unmarked))
+                say(
+                    f"{printable(host)}: {processes} that {printable(run.label)} has started "
+                    f"carry no cookie, so gc does not end them: kill {pids}"
+                )
+
+
+def _say_done(cleanup: Cleanup, put: Callable[[str], object]) -> None:
+    """Print what was ended and removed, with `put`, and what was not."""
+    for host, runs in cleanup.left_over.items():
+        ended = cleanup.ended[host]
+        if isinstance(ended, SshError):
+            say_error(ended.message, hint=ended.hint)
+            continue
+        labels = {run.token: run.label for run in runs}
+        for each in ended:
+            _say_ended(host, labels[each.token], each, put)
+    for host, removed in cleanup.removed.items():
+        if isinstance(removed, SshError):
+            say_error(removed.message, hint=removed.hint)
+            continue
+        gone = [each for each in removed if each.error is None]
+        if gone:
+            size = format_bytes(sum(each.size for each in gone))
+            put(f"{format_count(len(gone), 'directory')} removed on {printable(host)}, {size}")
+        for stays in removed:
+            if stays.error is not None:
+                say_error(f"{host}: {stays.place} stays: {stays.error}")
+
+
+def _say_ended(host: str, label: str, ended: Ended, put: Callable[[str], object]) -> None:
+    """Print one line: `3 processes of brisk-otter-3 ended on gpu01`."""
+    if ended.ended or ended.answered_by is None:
+        put(f"{format_count(ended.ended, 'process')} of {printable(label)} ended on {printable(host)}")
+    if ended.answered_by is not None:
+        whom = printable(ended.answered_by)
+        say(f"{printable(host)}: {printable(label)} is supervised again, by {whom}: not ended")
+    if ended.left:
+        say_error(
+            f"{host}: {format_count(len(ended.left), 'process')} of {label} cannot be ended: {', '.join(ended.left)}",
+            hint="what waits for a disk or a driver ends when that answers; else the host needs a restart",
+        )
+
+
+def _run_json(run: RunHere) -> dict[str, Any]:
+    """Describe a run on one machine for scripts, without its token, which is a secret."""
+    now = time.time()
+    return {
+        "run": run.run,
+        "key": run.token[:8],
+        "left_over": run.answered_by is None,
+        "answered_by": run.answered_by,
+        "gpus": list(run.gpus),
+        "processes": [
+            {"pid": each.pid, "role": each.role, "started": round(now - each.age_s, 1), "command": each.command}
+            for each in run.processes
+        ],
+        "without_cookie": list(run.unmarked),
+    }
+
+
+def _host_json(cleanup: Cleanup, host: str) -> dict[str, Any]:
+    storage = cleanup.storages.get(host)
+    ended, removed = cleanup.ended.get(host, []), cleanup.removed.get(host, [])
+    for answer in (cleanup.found[host], storage, ended, removed):
+        if isinstance(answer, SshError):
+            return failure_json(host, answer)
+    assert not isinstance(storage, SshError)
+    assert not isinstance(ended, SshError)
+    assert not isinstance(removed, SshError)
+    left_over = cleanup.left_over.get(host, [])
+    names = {run.token: {"run": run.run, "key": run.token[:8]} for run in left_over}
+    return {
+        "host": host,
+        "ok": True,
+        "left_over": [_run_json(run) for run in left_over],
+        "ended": [
+            {**names[each.token], "ended": each.ended, "left": list(each.left), "answered_by": each.answered_by}
+            for each in ended
+        ],
+        "removable": [
+            {"place": each.place, "kind": each.kind, "age_s": each.age_s, "bytes": each.size}
+            for each in (storage.removable if storage else ())
+        ],
+        "removed": [{"place": each.place, "bytes": each.size, "error": each.error} for each in removed],
+    }

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
 import sys
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -27,16 +29,51 @@ from clusterddp.cli.terminal import (
     state_text,
     to_columns,
 )
-from clusterddp.errors import UsageError
+from clusterddp.errors import ClusterddpError, SshError, UsageError
+from clusterddp.launchers.state import announce, read_state
 from clusterddp.look.printable import printable
-from clusterddp.look.removal import Candidate, Removal, Selector
+from clusterddp.results.sync import Synchroniser
 from clusterddp.run.code import store_of
-from clusterddp.run.removal import Snapshot, find_unused_snapshots, remove_snapshots
-from clusterddp.run.state import RunState
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run, list_runs
+from clusterddp.run.leftovers import find_runs
+from clusterddp.run.record import RunRecord, read_run
+from clusterddp.run.removal import (
+    Snapshot,
+    check_inside,
+    find_unused_snapshots,
+    fingerprint,
+    remove_place,
+    remove_snapshots,
+)
+from clusterddp.run.state import RunState, RunView
+from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
+from clusterddp.run.usage import Usage, expires_at, measure_run
 from clusterddp.system.directories import finish_removals
 from clusterddp.system.units import format_bytes, format_count
 
+if TYPE_CHECKING:
+    from clusterddp.planning.ssh.plan import HostAccess
+    from clusterddp.results.host_run import HostRun
+
+_HOSTS_TIMEOUT_S = 6.0
+"""How long the hosts of runs that have not ended may take to answer."""
+_LOOKS = 3
 _ENDED = [state.value for state in RunState if state.finished]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Selector:
+    """Which of the runs are meant; without any of these all are."""
+
+    states: tuple[str, ...] = ()
+    spec_name: str | None = None
+    older_than_s: float | None = None
+    expired: bool = False
+
+    @property
+    def selects(self) -> bool:
+        return bool(self.states or self.spec_name is not None or self.older_than_s is not None or self.expired)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +139,7 @@ def rm(
     if not options.dry_run and (removal.candidates or options.yes):
         if not _confirm(removal, code, options):
             return 1
-        code = _carry_out(removal, options)
+        code = _remove(removal, options)
     for error in removal.refused.values():
         say_error(error.message, hint=error.hint)
     if options.output == "json":
@@ -111,6 +148,189 @@ def rm(
 
 
 COMMANDS = {"rm": rm}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A run that has ended and can be removed."""
+
+    run: RunDir
+    record: RunRecord
+    view: RunView
+    ended: float
+    """Seconds since the epoch."""
+    usage: Usage
+    hosts: tuple[str, ...]
+    """The hosts over SSH that have a directory of it."""
+    seen: tuple[object, ...]
+
+
+@dataclass(kw_only=True)
+class Removal:
+    """One removal of runs: `look` comes first, then `remove`."""
+
+    runs_dir: Path
+    environ: Mapping[str, str]
+    report: Callable[[str], None]
+    here_only: bool = False
+    """Hosts that do not answer keep their directories."""
+    candidates: list[Candidate] = field(default_factory=list)
+    sweeps: list[SweepDir] = field(default_factory=list)
+    """Sweeps of which every run is removed."""
+    refused: dict[str, ClusterddpError] = field(default_factory=dict)
+    """Run -> why it stays: those that were named, or could not be removed."""
+    unfinished: int = 0
+    """Selected runs that have not ended."""
+    removed: list[Candidate] = field(default_factory=list)
+
+    def look(self, names: Sequence[str], selector: Selector) -> None:
+        """Find the runs. Raises: RunNotFoundError, UsageError: a name is none of a run."""
+        named = [run for name in dict.fromkeys(names) for run in self._named(name)]
+        runs = {run.path: run for run in (named if names else list_runs(self.runs_dir))}
+        explicit = bool(names) and not selector.selects
+        found = self._ended(list(runs.values()), explicit=explicit)
+        self.candidates = [candidate for candidate in found if _matches(candidate, selector)]
+        self._refuse_left_over()
+        chosen = {candidate.run.path for candidate in self.candidates}
+        for folder in dict.fromkeys(path.parent for path in chosen):
+            sweep = SweepDir(folder)
+            if sweep.record.is_file() and {run.path for run in list_runs(folder)} <= chosen:
+                self.sweeps.append(sweep)
+
+    @property
+    def places(self) -> list[Path]:
+        """The directories that are removed."""
+        return [*(candidate.run.path for candidate in self.candidates), *(sweep.path for sweep in self.sweeps)]
+
+    def remove(self) -> None:
+        """Remove the runs, those over SSH on their hosts first; what cannot be removed is in `refused`."""
+        self.refused |= {} if self.here_only else _remove_on_hosts(self.candidates, self.environ)
+        for candidate in [each for each in self.candidates if each.run.name not in self.refused]:
+            with self._refusing(candidate.run):
+                remove_place(candidate.run.path, self.runs_dir, seen=candidate.seen)
+                self.removed.append(candidate)
+        for sweep in [each for each in self.sweeps if not list_runs(each.path)]:
+            with self._refusing(sweep):
+                _refuse_live_queue(sweep)
+                remove_place(sweep.path, self.runs_dir, seen=fingerprint(sweep.path))
+
+    def _named(self, name: str) -> list[RunDir]:
+        """Return the run of a name, or all runs of a sweep; a name of a spec is not enough to remove a run."""
+        sweep = find_sweep(self.runs_dir, name)
+        if sweep:
+            check_inside(sweep.path, self.runs_dir)
+            _refuse_live_queue(sweep)
+            return list_runs(sweep.path)
+        run = find_run(self.runs_dir, name)
+        if name != "@last" and "/" not in name and not run.name.startswith(name):
+            raise UsageError(f"{name} is the name of a spec, not of a run", hint=f"--name {name} removes all its runs")
+        return [run]
+
+    def _ended(self, runs: list[RunDir], *, explicit: bool) -> Iterator[Candidate]:
+        """Yield the runs that have ended; the others are refused if the user named them."""
+        from clusterddp.results.host_run import find_host_runs
+
+        with Synchroniser(runs, self.environ, report=self.report) as sync:
+            sync.update(timeout_s=_HOSTS_TIMEOUT_S)
+        records: list[tuple[RunDir, RunRecord]] = []
+        for run in runs:
+            with self._refusing(run, explicit=explicit):
+                check_inside(run.path, self.runs_dir)
+                if os.stat(run.path).st_uid != os.geteuid():  # root could remove it
+                    raise UsageError(f"{run.name} belongs to another user, who can remove it")
+                records.append((run, read_run(run)))
+        announce(records)
+        for run, record in records:
+            with self._refusing(run, explicit=explicit):
+                view, seen = _read_settled(run, record)
+                if not view.finished:
+                    self.unfinished += not explicit
+                    if view.state is RunState.UNKNOWN:
+                        raise UsageError(f"{run.name}: whether it has ended is not known: {view.reason}")
+                    raise UsageError(f"{run.name} is {view.state.value}", hint=f"clusterddp cancel {run.name} ends it")
+                hosts = tuple(access.host for access, _ in find_host_runs(run)) if record.launcher == "ssh" else ()
+                changed = (each.stat().st_mtime for each in (run.path, *(each.path for each in run.attempts()[-1:])))
+                ended, usage = view.end.ended if view.end else max(changed), measure_run(run)
+                yield Candidate(run=run, record=record, view=view, ended=ended, usage=usage, hosts=hosts, seen=seen)
+
+    @contextlib.contextmanager
+    def _refusing(self, run: RunDir | SweepDir, *, explicit: bool = True) -> Iterator[None]:
+        """Refuse a run that cannot be read or removed, or leave it out if it was not named."""
+        try:
+            yield
+        except (ClusterddpError, OSError, TypeError) as error:
+            if explicit:
+                unread = ClusterddpError(f"{run.path}: cannot be read: {error}")
+                self.refused[run.name] = error if isinstance(error, ClusterddpError) else unread
+
+    def _refuse_left_over(self) -> None:
+        """Refuse runs of which processes live on this machine."""
+        alive = {run.token: run for run in find_runs(only={each.record.token for each in self.candidates})}
+        for candidate in [each for each in self.candidates if each.record.token in alive]:
+            self.candidates.remove(candidate)
+            count = len(alive[candidate.record.token].processes)
+            name = candidate.run.name
+            self.refused[name] = UsageError(
+                f"{name} has ended, and {count} of its processes are alive here", hint=f"clusterddp gc {name} ends them"
+            )
+
+
+def _matches(candidate: Candidate, selector: Selector) -> bool:
+    now = time.time()
+    expires = expires_at(candidate.run, candidate.ended) if selector.expired else None
+    return (
+        (not selector.states or candidate.view.state.value in selector.states)
+        and (selector.spec_name is None or candidate.record.name == selector.spec_name)
+        and (selector.older_than_s is None or now - candidate.ended >= selector.older_than_s)
+        and (not selector.expired or (expires is not None and expires <= now))
+    )
+
+
+def _read_settled(run: RunDir, record: RunRecord) -> tuple[RunView, tuple[object, ...]]:
+    """Read the state of a run, and its fingerprint in this state."""
+    for _ in range(_LOOKS):
+        seen = fingerprint(run.path)
+        view = read_state(run, record=record)
+        if fingerprint(run.path) == seen:
+            break
+        record = read_run(run)
+    return view, seen
+
+
+def _refuse_live_queue(sweep: SweepDir) -> None:
+    queue = read_queue(sweep)
+    if queue and queue.state in ("RUNNING", "UNKNOWN"):
+        raise UsageError(f"the queue of {sweep.name} is {queue.state}", hint=f"clusterddp cancel {sweep.name} ends it")
+
+
+def _remove_on_hosts(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> dict[str, ClusterddpError]:
+    """Remove the directories of runs on their hosts; return, by run, why one is still there."""
+    from clusterddp.look.ps import Hosts
+    from clusterddp.results.host_run import find_host_runs
+
+    groups: dict[tuple[HostAccess, ...], list[HostRun]] = {}
+    kept: dict[str, ClusterddpError] = {}
+    for run in [each.run for each in candidates if each.record.launcher == "ssh"]:
+        found = find_host_runs(run)
+        if found:
+            groups.setdefault(tuple(access for access, _ in found), []).append(found[0][1])
+        else:
+            kept[run.name] = _stays(run.name, "its hosts", "are not known: its plan cannot be read")
+    for accesses, host_runs in groups.items():
+        run_of = {f"runs/{each.name}": each.run.name for each in host_runs}
+        with Hosts(accesses, environ) as hosts:
+            answers = hosts.remove({access.host: list(run_of) for access in accesses}, None)
+        for host, answer in answers.items():
+            if isinstance(answer, SshError):
+                kept |= {run: _stays(run, host, f"cannot be asked: {answer.message}") for run in run_of.values()}
+            else:
+                failed = [each for each in answer if each.error]
+                kept |= {run_of[each.place]: _stays(run_of[each.place], host, str(each.error)) for each in failed}
+    return kept
+
+
+def _stays(run: str, where: str, why: str) -> ClusterddpError:
+    return ClusterddpError(f"{run} stays: {where}: {why}", hint="--local removes it here, and leaves the hosts alone")
 
 
 def _confirm(removal: Removal, code: list[Snapshot], options: RemovalOptions) -> bool:
@@ -122,9 +342,9 @@ def _confirm(removal: Removal, code: list[Snapshot], options: RemovalOptions) ->
     return False
 
 
-def _carry_out(removal: Removal, options: RemovalOptions) -> list[Snapshot]:
+def _remove(removal: Removal, options: RemovalOptions) -> list[Snapshot]:
     """Remove the runs, what earlier removals left, and unused code; return the snapshots that were removed."""
-    removal.carry_out()
+    removal.remove()
     for folder in (removal.runs_dir, store_of(removal.runs_dir)):
         finish_removals(folder)
     code = remove_snapshots(_unused_code(removal.runs_dir), removal.runs_dir)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pexpect
 import pytest
 
-from clusterddp.cli.text.ps import stored_lines
+from clusterddp.cli.ps import stored_lines
 from clusterddp.run.directory import RunDir
 from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.stored import Storage, Stored
