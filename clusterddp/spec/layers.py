@@ -48,6 +48,7 @@ from clusterddp.spec.tree import (
     decode,
     describe,
     did_you_mean,
+    is_null,
     problem_at,
     read_bytes,
     show,
@@ -237,27 +238,21 @@ def _read_config(config: Mapping) -> tuple[dict[str, Place], Scalar | None]:
         for key, place in config.keys.items()
         if key not in _KEYS
     ]
-    default = config.entries.get("default_profile")
-    if isinstance(default, Scalar) and default.null:
-        default = None
-    if default is not None and not isinstance(default, Scalar):
-        message = f"found {describe(default)}, expected the name of a profile"
-        problems.append(problem_at(config.keys["default_profile"], message, key="default_profile"))
-        default = None
-    profiles = config.entries.get("profiles")
-    names: dict[str, Place] = {}
-    if isinstance(profiles, Mapping):
-        names = profiles.keys
-        for name, profile in profiles.entries.items():
-            if not isinstance(profile, Mapping) and not (isinstance(profile, Scalar) and profile.null):
-                message = f"found {describe(profile)}, expected keys and values of a spec"
-                problems.append(problem_at(profile.place, message, key=f"profiles.{name}"))
-    elif profiles is not None and not (isinstance(profiles, Scalar) and profiles.null):
-        message = f"found {describe(profiles)}, expected a mapping of names to profiles"
-        problems.append(problem_at(config.keys["profiles"], message, key="profiles"))
+    default, profiles = config.entries.get("default_profile"), config.entries.get("profiles")
+    for key, node, form, expected in (
+        ("default_profile", default, Scalar, "the name of a profile"),
+        ("profiles", profiles, Mapping, "a mapping of names to profiles"),
+    ):
+        if not is_null(node) and not isinstance(node, form):
+            problems.append(problem_at(config.keys[key], f"found {describe(node)}, expected {expected}", key=key))
+    names = profiles.keys if isinstance(profiles, Mapping) else {}
+    for name, profile in profiles.entries.items() if isinstance(profiles, Mapping) else ():
+        if not is_null(profile) and not isinstance(profile, Mapping):
+            message = f"found {describe(profile)}, expected keys and values of a spec"
+            problems.append(problem_at(profile.place, message, key=f"profiles.{name}"))
     if problems:
         raise SpecError(tuple(problems))
-    return names, default
+    return names, default if isinstance(default, Scalar) and not default.null else None
 
 
 def _unknown(place: Place, name: str, names: list[str], path: Path | None) -> SpecError:
@@ -434,7 +429,7 @@ def _exists(path: Path) -> bool:
 
 def _read_runs_dir(tree: Mapping, path: Path) -> Path | None:
     node = tree.entries.get(RUNS_DIR)
-    if node is None or (isinstance(node, Scalar) and node.null):
+    if is_null(node):
         return None
     if not isinstance(node, Scalar):
         raise spec_error(tree.keys[RUNS_DIR], f"found {describe(node)}, expected a directory", key=RUNS_DIR)

@@ -16,7 +16,19 @@ from typing import Any, NoReturn
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.layers import COMMAND_LINE, Override
-from clusterddp.spec.tree import ListNode, Mapping, Node, Place, Scalar, describe, merge, problem_at, show, spec_error
+from clusterddp.spec.tree import (
+    ListNode,
+    Mapping,
+    Node,
+    Place,
+    Scalar,
+    describe,
+    is_null,
+    merge,
+    problem_at,
+    show,
+    spec_error,
+)
 
 _ARGS = ("entry", "args")
 _NUMBER = re.compile(r"-\.?[0-9].*")
@@ -42,13 +54,11 @@ def set_argument(tree: Mapping, override: Override, problems: list[Problem]) -> 
     entry = tree.entries.get("entry")
     entries = entry.entries if isinstance(entry, Mapping) else {}
     args = entries.get("args")
-    if args is not None and not isinstance(args, ListNode) and not (isinstance(args, Scalar) and args.null):
+    if not is_null(args) and not isinstance(args, ListNode):
         return tree  # the model reports that it is no list
     items = list(args.items) if isinstance(args, ListNode) else []
     try:
-        function = entries.get("function")
-        of_function = function is not None and not (isinstance(function, Scalar) and function.null)
-        changed = _changed(items, override, of_function=of_function)
+        changed = _changed(items, override, of_function=not is_null(entries.get("function")))
     except SpecError as error:
         problems += error.problems
         return tree

@@ -78,6 +78,11 @@ class Mapping:
 Node: TypeAlias = "Scalar | ListNode | Mapping"
 
 
+def is_null(node: Node | None) -> bool:
+    """Return whether there is no value: no node, or an empty one."""
+    return node is None or (isinstance(node, Scalar) and node.null)
+
+
 def merge(lower: Mapping, upper: Mapping) -> Mapping:
     """Merge `upper` into `lower`: mappings key by key; a list or scalar of `upper` replaces the whole value.
 

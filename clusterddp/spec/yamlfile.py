@@ -23,6 +23,7 @@ from clusterddp.spec.tree import (
     Node,
     Place,
     Scalar,
+    is_null,
     problem_at,
     show,
     spec_error,
@@ -42,7 +43,7 @@ def parse(text: str, source: str, *, origin: str = "", may_be_empty: bool = Fals
     """
     place = Place(source=source, origin=origin)
     root = _Reader(text, place).read()
-    if root is None or (isinstance(root, Scalar) and root.null):
+    if root is None or is_null(root):
         if may_be_empty:
             return Mapping(place=place)
         raise spec_error(place, "is empty, expected keys and values such as `name: my-run`")
