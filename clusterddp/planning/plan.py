@@ -28,6 +28,7 @@ from clusterddp.planning.slurm import place as slurm_place
 from clusterddp.planning.slurm.job import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
 from clusterddp.planning.ssh import plan as ssh_plan
 from clusterddp.planning.ssh.plan import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
+from clusterddp.run.call import PYTHON
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Notify
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
@@ -185,6 +186,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         time_limit_s=None if placed.slurm else _seconds(job.resources.time),
         **_timeouts_of(job, len(placement.nodes)),
     )
+    called = f"the image needs Python {PYTHON} with cloudpickle and submitit, to load the function and write its result"
     plan = Plan(
         run=run,
         token=gang.token,
@@ -197,7 +199,10 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         gang=gang,
         rank0={},
         changes=tuple(map(dataclasses.asdict, resolved.changes())),
-        notes=(*placement.notes, *program.notes, *overwritten, *secret_notes(resolved)),
+        notes=(
+            *(*placement.notes, *program.notes, *overwritten, *secret_notes(resolved)),
+            *((called,) if entry.is_call and job.container else ()),
+        ),
         snapshot=program.snapshot_summary,
         secrets=job.all_secrets,
         parent=request.parent,

@@ -21,6 +21,7 @@ from submitit.core.utils import DelayedSubmission
 import clusterddp
 from clusterddp.api import Run
 from clusterddp.errors import ClusterddpError, RankError, RunCancelledError, RunFailedError, UsageError
+from clusterddp.run.call import PYTHON
 from clusterddp.run.directory import RunDir
 from clusterddp.submission import functions
 from tests.support.launch_runs import git
@@ -150,6 +151,12 @@ def test_a_function_takes_the_rest_of_its_spec_from_a_file_and_the_plan_shows_th
     assert "submission" not in plan.to_json()
 
 
+def test_the_plan_says_what_a_container_needs(jobs: ModuleType) -> None:
+    in_container = ["launcher=slurm", "container.image=docker://a/b", "container.runtime=pyxis"]
+    plan = clusterddp.plan(jobs.train, in_container, args=[1])
+    assert f"the image needs Python {PYTHON} with cloudpickle and submitit" in plan.notes[-1]
+
+
 def test_a_function_of_a_script_finds_the_modules_beside_it(tmp_path: Path) -> None:
     (tmp_path / "sub").mkdir()
     script = tmp_path / "sub/go.py"
@@ -238,11 +245,10 @@ def test_a_function_that_another_python_has_pickled_is_not_loaded(jobs: ModuleTy
     run.wait()
     submission = RunDir(run.path).submission
     data = submission.read_bytes()
-    here = f"{sys.version_info[0]}.{sys.version_info[1]}"
-    submission.write_bytes(data.replace(f'"python": "{here}"'.encode(), b'"python": "3.99"'))
+    submission.write_bytes(data.replace(f'"python": "{PYTHON}"'.encode(), b'"python": "3.99"'))
     command = [sys.executable, "-m", "clusterddp", "submit", run.name]
     done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert f"the function was pickled by Python 3.99, and this is {here}" in done.stderr
+    assert f"the function was pickled by Python 3.99, and this is {PYTHON}" in done.stderr
     assert done.returncode == 2
 
 
