@@ -16,10 +16,10 @@ from clusterddp.agent.operations import Body, Host, Reply
 from clusterddp.agent.store import check_out
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import read_spooled
 from clusterddp.run.cleanup import end_run_here, find_processes, read_cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, end_left_over
-from clusterddp.run.outcome import read_spooled
 from clusterddp.run.record import boot_id
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import UsageError
 from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.ranks.environment import spell_ranks
+from clusterddp.run.attempts import AttemptEnd, RootCause, failed_by, read_error_file, spell_end
 from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, RootCause, failed_by, read_error_file, spell_end
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
 from clusterddp.run.state import Answer, Records
 

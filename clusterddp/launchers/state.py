@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import deliver_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import deliver_end
 from clusterddp.run.record import RunRecord, drop_secrets, read_run
 from clusterddp.run.state import Answer, Records, RunState, RunView, derive_state, final_view, read_records
 from clusterddp.run.sweep import ask_queue

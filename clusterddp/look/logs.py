@@ -20,10 +20,10 @@ from clusterddp.launchers.state import read_state
 from clusterddp.look.printable import printable
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.log_times import NOTE_EVERY_S, LogTimesReader
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_gang, read_ranks, read_start
 from clusterddp.system.files import read_json
 from clusterddp.system.units import UNIT_S

@@ -33,9 +33,9 @@ from clusterddp.look.events import (
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
 from clusterddp.look.timeline import Times, read_timeline
+from clusterddp.run.attempts import AttemptEnd, RootCause
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports, read_unreached, start_of
-from clusterddp.run.outcome import AttemptEnd, RootCause
 from clusterddp.run.rank_usage import UsageReport, read_usage_report
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.state import RunState, RunView

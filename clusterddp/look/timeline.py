@@ -7,8 +7,8 @@ import dataclasses
 from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_ranks, read_start
 from clusterddp.system.files import read_jsonl
 

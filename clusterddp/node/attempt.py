@@ -11,9 +11,9 @@ from typing import Literal
 
 from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
 from clusterddp.ranks.environment import spell_ranks
+from clusterddp.run.attempts import AttemptEnd, RootCause, cancelled, failed, failed_by
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.outcome import AttemptEnd, RootCause, cancelled, failed, failed_by
 
 SETTLE_S = 0.5
 """How long a connection loss waits for the failure that may be its cause."""

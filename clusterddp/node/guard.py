@@ -26,9 +26,9 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import start_guard
 from clusterddp.ranks.environment import COOKIE, cookie, rank_cookies
+from clusterddp.run.attempts import close_attempt, failed_by, loss_of_nodes
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.outcome import close_attempt, failed_by, loss_of_nodes
 from clusterddp.run.record import read_ranks, write_rank
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file

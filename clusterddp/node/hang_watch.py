@@ -28,10 +28,10 @@ from clusterddp.node.link import Question
 from clusterddp.node.log import log, log_line
 from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, children_of, find_memory
 from clusterddp.rendezvous.connection import Message
+from clusterddp.run.attempts import RootCause
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.log_times import LogTimesWriter
-from clusterddp.run.outcome import RootCause
 from clusterddp.run.stacks import Folded, RankStack, StackReport, fold, take_request, unmoved_ranks, write_report
 from clusterddp.system.files import read_last_jsonl
 from clusterddp.system.processes import read_usage

@@ -26,10 +26,10 @@ from clusterddp.node.rank_network import Rendezvous
 from clusterddp.node.usage_watch import UsageWatch
 from clusterddp.ranks.environment import RENDEZVOUS_FILE, STOP_FILE, rank_cookies, spell_ranks
 from clusterddp.rendezvous.connection import Loss, Message
+from clusterddp.run.attempts import AttemptEnd, EndRecord, loss_of_nodes, spell_exit
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.outcome import AttemptEnd, EndRecord, loss_of_nodes, spell_exit
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.system.files import is_file, write_json
 from clusterddp.system.storage import storage_timeout_s

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.log import log_line
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.notices import (
     Event,
@@ -29,15 +30,14 @@ from clusterddp.run.notices import (
     start_sending,
     view_of_sweep,
 )
-from clusterddp.run.outcome import read_end
 from clusterddp.run.state import RunState, RunView, final_view
 from clusterddp.run.sweep import SweepDir
 
 if TYPE_CHECKING:
     import subprocess
 
+    from clusterddp.run.attempts import AttemptEnd
     from clusterddp.run.gang import Notify
-    from clusterddp.run.outcome import AttemptEnd
     from clusterddp.run.supervisors import SupervisorOrder
 
 _FINISH_S = 15.0

@@ -8,8 +8,8 @@ import sys
 import time
 from typing import Any
 
+from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.record import log_event
 
 

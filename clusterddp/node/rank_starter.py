@@ -17,9 +17,9 @@ from typing import Any, Protocol
 from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
 from clusterddp.ranks.environment import SUPERVISOR_PID, USERS, Variable, inherited_environment
+from clusterddp.run.attempts import signal_name
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.outcome import signal_name
 from clusterddp.run.preload import Preload
 
 

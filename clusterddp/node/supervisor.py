@@ -55,8 +55,8 @@ from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.rendezvous.client import Search
 from clusterddp.rendezvous.connection import Loss, Message
+from clusterddp.run.attempts import AttemptEnd, close_attempt, failed_by, loss_of_nodes, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, close_attempt, failed_by, loss_of_nodes, read_end
 from clusterddp.run.supervisors import JobOrder, SupervisorOrder
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import set_storage_timeout

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import platformdirs
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.run.attempts import read_end
 from clusterddp.run.code import (
     MAX_SCRIPT_BYTES,
     MAX_SCRIPT_FILES,
@@ -24,7 +25,6 @@ from clusterddp.run.code import (
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry, is_call
-from clusterddp.run.outcome import read_end
 from clusterddp.spec.train import GENERATED
 from clusterddp.system.files import read_json
 

@@ -1,23 +1,272 @@
-"""Attempts of a run: make the next one, and record an end that the run's own processes did not record."""
+"""Attempts of a run: how one is made, how it ends and why, and the record of its end (`end.json`).
+
+The head records the end (`EndRecord`). Where it cannot, whichever process finds the attempt without an end closes it
+(`close_attempt`, `end_run`): its guard, a node that has lost it, the task or batch script that carries the run, the
+next start of a Slurm job, a command. The first `end.json` that is written counts.
+
+The spool keeps ends that a run's own storage does not take (full, read-only, lost) in the user's state directory. A
+reader that finds no `end.json` looks there. On a cluster it helps if home directories are shared and on other storage
+than the runs.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hashlib
+import json
 import os
-from collections.abc import Callable
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Literal, Protocol
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user
-from clusterddp.run.outcome import AttemptEnd, cancelled, close_attempt, read_end, read_spooled, write_end
-from clusterddp.run.record import ProcessIdentity, read_run, write_run
-from clusterddp.run.state import RunState, RunView
-from clusterddp.run.sweep import claim
-from clusterddp.system.files import sync_directory
-from clusterddp.system.storage import retry_outage
+from clusterddp.ranks.environment import spell_ranks
+from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, make_attempt_dirs
+from clusterddp.run.gang import Gang, Node
+from clusterddp.run.record import ProcessIdentity, drop_secrets, read_run, write_run
+from clusterddp.system.files import build_record, read_json, sync_directory, write_json
+from clusterddp.system.storage import is_outage, retry_outage, storage_timeout_s
+
+AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
+_LOG = re.compile(r"(attempts/\d+/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")
+"""The paths that a root cause may have as its log, relative to the run's directory."""
+_MAX_LINE = 400
+_MAX_TRACEBACK = 8_000
+_RETRY_S = 0.5
+_FULL_S = 10.0
+"""How long the write of an end is retried on a full disk."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RootCause:
+    """Why an attempt failed: the first failure, not the ones that followed from it."""
+
+    rank: int | None
+    """The rank that failed first; for a lost node the lowest of its ranks; None when it failed before any started."""
+    host: str
+    exit_code: int | None
+    """As in a shell: 128 + signal for a rank that a signal ended."""
+    error: str
+    log: str | None
+    traceback: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttemptEnd:
+    """`end.json`: how an attempt ended. The first one that is written counts."""
+
+    outcome: AttemptOutcome
+    reason: str
+    root_cause: RootCause | None = None
+    will_restart: bool = False
+    needs_job: bool = False
+    """With `will_restart`, on Slurm: the next attempt needs another start of the job."""
+    ended: float = 0.0
+    warning: str = ""
+    """A problem that did not change the outcome; empty: none."""
+
+
+def cancelled(reason: str) -> AttemptEnd:
+    """Return the end of an attempt that was cancelled."""
+    return AttemptEnd(outcome="CANCELLED", reason=reason)
+
+
+def failed(
+    reason: str,
+    *,
+    host: str | None = None,
+    rank: int | None = None,
+    exit_code: int | None = None,
+    log: str | None = None,
+    goes_on: bool = False,
+) -> AttemptEnd:
+    """Return the end of an attempt that failed with this reason as its root cause.
+
+    `host`: where it failed, by default this one. `goes_on`: another start of its Slurm job begins the next attempt.
+    """
+    where = socket.gethostname() if host is None else host
+    cause = RootCause(rank=rank, host=where, exit_code=exit_code, error=reason, log=log)
+    return failed_by(cause, goes_on=goes_on)
+
+
+def failed_by(cause: RootCause, *, goes_on: bool = False) -> AttemptEnd:
+    """Return the end of an attempt with this root cause; `goes_on` as for `failed`."""
+    return AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
+
+
+def loss_of_nodes(
+    gang: Gang,
+    nodes: Sequence[Node],
+    what: str,
+    *,
+    attempt: AttemptDir | None,
+    place: Node | None = None,
+    whose: str = "its ",
+) -> RootCause:
+    """Return the root cause of ranks that ended because their hosts or supervisors were lost.
+
+    `what`: a sentence on what happened. `attempt`: the one whose ranks had started; None: no rank had. `place`: where
+    it was seen, if not on the first of the nodes.
+    """
+    host = (place or nodes[0]).host
+    if attempt is None:
+        return RootCause(rank=None, host=host, exit_code=None, error=f"{what} before any rank was started", log=None)
+    ranks = [rank for node in nodes for rank in node.ranks]
+    rank = min(place.ranks if place else ranks)
+    log = str(attempt.stderr(rank).relative_to(attempt.path.parents[1]))
+    error = f"{what}; {whose}{spell_ranks(gang.carried_by(ranks))} ended with it"
+    return RootCause(rank=rank, host=host, exit_code=None, error=error, log=log)
+
+
+class EndRecord:
+    """The record of the end of an attempt; it is spooled when the run's storage does not take it in time."""
+
+    def __init__(self, attempt: AttemptDir, end: AttemptEnd, token: str) -> None:
+        self.end = end
+        self.is_first = False
+        """True when no other process had recorded an end."""
+        self.error: str | None = None
+        """Why the run's storage did not take it."""
+        self._attempt = attempt
+        self._token = token
+        self._retry_at = 0.0
+        self._began = time.monotonic()
+
+    def step(self, now: float) -> bool:
+        """Try when a try is due; True when the end is written, or the time is up."""
+        if now < self._retry_at:
+            return False
+        self._retry_at = now + _RETRY_S
+        try:
+            make_attempt_dirs(self._attempt)
+            self.is_first = write_end(self._attempt, self.end)
+            return True
+        except (ClusterddpError, OSError) as error:
+            patience_s = storage_timeout_s() if is_outage(error) else min(_FULL_S, storage_timeout_s())
+            if now < self._began + patience_s:
+                return False
+            self._spool(str(error))
+            return True
+
+    def _spool(self, error: str) -> None:
+        self.error = error
+        reason = f"{self.end.reason}; this could not be recorded in the run's directory: {error}"
+        self.end = dataclasses.replace(self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time())
+        self.is_first = spool_end(self._token, self._attempt.number, self.end)
+        drop_secrets(RunDir(self._attempt.path.parents[1]))
+
+
+def close_attempt(attempt: AttemptDir, end: AttemptEnd, token: str) -> EndRecord:
+    """Record the end of an attempt that nobody else may have recorded; return when it is written or spooled."""
+    record = EndRecord(attempt, end, token)
+    while not record.step(time.monotonic()):
+        time.sleep(_RETRY_S)
+    return record
+
+
+def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
+    """Record how the attempt ended; False if another process has done so, whose record stays.
+
+    If the run ends with it, its secrets are removed.
+    """
+    is_first = write_json(attempt.end, dataclasses.asdict(end) | {"ended": end.ended or time.time()}, exclusive=True)
+    run = RunDir(attempt.path.parents[1])
+    with contextlib.suppress(OSError):
+        # If the run has been resumed meanwhile, its new attempt needs the secrets.
+        if is_first and not end.will_restart and run.newest_attempt().number == attempt.number:
+            drop_secrets(run)
+    return is_first
+
+
+def read_end(attempt: AttemptDir) -> AttemptEnd | None:
+    data = read_json(attempt.end)
+    return None if data is None else parse_end(data, str(attempt.end))
+
+
+def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
+    """Read an end from the JSON of `end.json`.
+
+    A host or another user may have written the file: a log that is not one of the run's own is dropped.
+    Raises: ClusterddpError: the data is invalid; the message begins with `where`.
+    """
+    end = build_record(AttemptEnd, data, where)
+    cause = end.root_cause
+    if cause is None or cause.log is None or _LOG.fullmatch(cause.log):
+        return end
+    return dataclasses.replace(end, root_cause=dataclasses.replace(cause, log=None))
+
+
+def spool_end(token: str, attempt: int, end: AttemptEnd) -> bool:
+    """Write the end of an attempt to the spool; False: it has one already, or cannot be written."""
+    path = _path(token, attempt)
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return write_json(path, dataclasses.asdict(end), exclusive=True)
+    except (ClusterddpError, OSError):
+        return False
+
+
+def read_spooled(token: str, attempt: int) -> AttemptEnd | None:
+    """Read the end of an attempt from the spool; None if it has none."""
+    path = _path(token, attempt)
+    with contextlib.suppress(OSError):
+        data = read_json(path)
+        return None if data is None else parse_end(data, str(path))
+    return None
+
+
+def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
+    """Move the end of an attempt from the spool to the run, if the run's storage takes it now."""
+    path = _path(token, attempt.number)
+    if path.exists():
+        with contextlib.suppress(ClusterddpError, OSError):
+            write_end(attempt, end)
+            path.unlink(missing_ok=True)
+
+
+def read_error_file(path: Path) -> tuple[str | None, str | None]:
+    """Read what the rank, or torch's @record, wrote into TORCHELASTIC_ERROR_FILE: the exception, the traceback."""
+    try:
+        with path.open(encoding="utf-8", errors="replace") as file:
+            message: Any = json.loads(file.read(1_000_000))["message"]
+        if not isinstance(message, dict):
+            return _gist(str(message)), None
+        traceback = (message.get("extraInfo") or {}).get("py_callstack")
+        return _gist(str(message["message"])), str(traceback)[-_MAX_TRACEBACK:] if traceback else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None, None
+
+
+def spell_end(who: str, exit_code: int | None, *, signal: str | None, error: str | None) -> str:
+    """Say how a rank ended; `who`: the rank and its host."""
+    if signal is not None:
+        return f"{who} was killed by {signal}" + (f" ({error})" if error else "")
+    return f"{who}: {error}" if error is not None else f"{who} exited with code {exit_code}"
+
+
+def spell_exit(returncode: int) -> str:
+    """Say how a process ended, by its return code (negative: a signal)."""
+    return f"exited with code {returncode}" if returncode >= 0 else f"was killed by {signal_name(-returncode)}"
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, such as SIGTERM."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def one_line(text: str) -> str:
+    """Return a text in one line, shortened to what a message takes."""
+    line = " ".join(text.split())
+    return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."
 
 
 class Closeable(Protocol):
@@ -68,17 +317,9 @@ def refuse_to_end(path: Path) -> None:
         raise UsageError(f"{path.name} belongs to another user (uid {owner}); only that user can end it")
 
 
-def refuse_resume(run: RunDir, view: RunView, *, instead: str, more: bool = False) -> None:
-    """Refuse to resume a run that has completed or still runs; `instead`: the hint for a run that has completed.
-
-    `more`: a completed run may go on, with values that give it more to do.
-
-    Raises: UsageError.
-    """
-    if view.state is RunState.COMPLETED and not more:
-        raise UsageError(f"{run.name}: already completed", hint=instead)
-    if not view.finished:
-        raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
+def claim(attempt: AttemptDir) -> bool:
+    """Claim an attempt that waits in a queue, to start it or to end it; False: another process has claimed it."""
+    return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
 
 
 def make_next_attempt(run: RunDir, number: int) -> None:
@@ -130,17 +371,6 @@ def end_or_spool(run: RunDir, attempt: AttemptDir, token: str, end: AttemptEnd) 
     close_attempt(attempt, end, token)
 
 
-def _attempt_without_end(run: RunDir) -> AttemptDir:
-    """Return the newest attempt, or the one that was to follow it."""
-    attempt = run.newest_attempt()
-    last = read_end(attempt)
-    if last is None or not last.will_restart:
-        return attempt
-    with contextlib.suppress(FileExistsError):
-        make_attempt(run, attempt.number + 1)
-    return run.attempt(attempt.number + 1)
-
-
 def end_queued(run: RunDir, reason: str) -> bool:
     """End a run that waits in the queue of a sweep; False: it does not wait, or another process is starting it."""
     if not read_run(run).queued or final_end(run) is not None or not claim(run.attempts()[-1]):
@@ -156,3 +386,33 @@ def final_end(run: RunDir) -> AttemptEnd | None:
     if attempts:
         end = read_end(attempts[-1]) or read_spooled(read_run(run).token, attempts[-1].number)
     return None if end is None or end.will_restart else end
+
+
+def _attempt_without_end(run: RunDir) -> AttemptDir:
+    """Return the newest attempt, or the one that was to follow it."""
+    attempt = run.newest_attempt()
+    last = read_end(attempt)
+    if last is None or not last.will_restart:
+        return attempt
+    with contextlib.suppress(FileExistsError):
+        make_attempt(run, attempt.number + 1)
+    return run.attempt(attempt.number + 1)
+
+
+def _path(token: str, attempt: int) -> Path:
+    # The same path as platformdirs, which is not installed on every host of an SSH run.
+    state = os.environ.get("XDG_STATE_HOME", "").strip() or "~/.local/state"
+    # Hashed: a record that another user has written must not lead to another file.
+    name = hashlib.sha256(f"{token} {attempt}".encode()).hexdigest()[:32]
+    return Path(state).expanduser() / "clusterddp" / "ends" / f"{name}.json"
+
+
+def _gist(text: str) -> str:
+    """Return an exception's message in one line.
+
+    An exception of torch.multiprocessing.spawn contains another process's traceback; of it, the last line is returned.
+    """
+    if "Traceback (most recent call last):" not in text:
+        return one_line(text)
+    kind = text.strip().partition(":")[0].rpartition(".")[2]
+    return one_line(f"{kind}: {text.strip().splitlines()[-1]}")

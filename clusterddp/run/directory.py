@@ -1,12 +1,15 @@
-"""The run directory: where each file of a run lies."""
+"""The run directory: where each file of a run is, and which run and attempt a rank belongs to."""
 
 from __future__ import annotations
 
 import errno
 import os
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+
+from clusterddp.errors import ClusterddpError
 
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
@@ -282,3 +285,38 @@ def make_attempt_dirs(attempt: AttemptDir) -> None:
     """
     for path in (attempt.path.parent, attempt.path, attempt.ranks, attempt.logs):
         path.mkdir(mode=0o700, exist_ok=True)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assignment:
+    """The run and the attempt that this process belongs to, and the file that requests a stop."""
+
+    run: RunDir
+    attempt: AttemptDir
+    stop_file: Path
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str]) -> Assignment:
+        """Read the variables.
+
+        Raises: ClusterddpError: no run is named.
+        """
+        try:
+            run = RunDir(Path(environ["CLUSTERDDP_RUN_DIR"]))
+        except KeyError as error:
+            raise ClusterddpError(
+                "CLUSTERDDP_RUN_DIR is not set", hint="clusterddp submit starts the trainer"
+            ) from error
+        attempt = run.attempt(int(environ.get("CLUSTERDDP_ATTEMPT", "0")))
+        stop_file = environ.get("CLUSTERDDP_STOP_FILE")
+        return cls(run=run, attempt=attempt, stop_file=Path(stop_file) if stop_file else attempt.stop_file)
+
+
+def refuse_if_stale(run: RunDir, attempt: int) -> None:
+    """Refuse to let an attempt write what belongs to the run as a whole once a later one has begun.
+
+    Raises: ClusterddpError: it has.
+    """
+    newest = max((each.number for each in run.attempts()), default=attempt)
+    if newest > attempt:
+        raise ClusterddpError(f"attempt {newest} of the run has begun, this is attempt {attempt}")

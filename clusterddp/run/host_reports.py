@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.attempts import AttemptEnd, parse_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, parse_end
 from clusterddp.run.record import RunRecord, read_gang
 from clusterddp.run.state import Answer, Records, derive_state
 from clusterddp.system.files import read_json, read_tail, write_json

@@ -10,8 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.run.directory import RunDir
-from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.directory import RunDir, refuse_if_stale
 from clusterddp.run.record import log_event
 from clusterddp.system.files import append_jsonl
 

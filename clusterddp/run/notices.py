@@ -17,9 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
-from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.state import RunState, RunView, final_view, spell_states
 
 Event = Literal["start", "end", "fail", "requeue", "hang"]

@@ -1,4 +1,4 @@
-"""The records of a run: its identity (`run.json`), the start of each attempt and each rank; outcome.py has the end.
+"""The records of a run: its identity (`run.json`), the start of each attempt and each rank; attempts.py has the end.
 
 Each file has one writer, or several of which the first wins (`end.json`). So no lock is needed, and the files can be
 read after a crash at any point.

@@ -14,8 +14,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
+from clusterddp.errors import UsageError
+from clusterddp.run.attempts import AttemptEnd, read_end, read_spooled
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, read_end, read_spooled
 from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_start
 
 if TYPE_CHECKING:
@@ -250,6 +251,19 @@ def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
         if end.warning:
             reason = f"ended with exit code 0 after the request to stop: {end.reason}"
     return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
+
+
+def refuse_resume(run: RunDir, view: RunView, *, instead: str, more: bool = False) -> None:
+    """Refuse to resume a run that has completed or still runs; `instead`: the hint for a run that has completed.
+
+    `more`: a completed run may go on, with values that give it more to do.
+
+    Raises: UsageError.
+    """
+    if view.state is RunState.COMPLETED and not more:
+        raise UsageError(f"{run.name}: already completed", hint=instead)
+    if not view.finished:
+        raise UsageError(f"{run.name}: is {view.state.value} ({view.reason})", hint=f"clusterddp cancel {run.name}")
 
 
 def spell_states(views: Iterable[RunView]) -> str:

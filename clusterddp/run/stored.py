@@ -14,8 +14,8 @@ from typing import Literal
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.run.usage import measure
 from clusterddp.system.directories import own_directories, remove_directory, unchanged_s, walk_files
 from clusterddp.system.processes import find_carriers, read_environment

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir, is_run_name
+from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_run_name
 from clusterddp.run.find import list_places, list_runs, runs_of_spec
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.state import Answer, Records
@@ -214,11 +214,6 @@ def read_queue(sweep: SweepDir) -> QueueRecord | None:
     Raises: ClusterddpError: the record cannot be read.
     """
     return read_record(QueueRecord, sweep.queue)
-
-
-def claim(attempt: AttemptDir) -> bool:
-    """Claim an attempt that waits in a queue, to start it or to end it; False: another process has claimed it."""
-    return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
 
 
 def ask_queue(records: Records) -> Answer:

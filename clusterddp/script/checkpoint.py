@@ -19,8 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.gloo import await_gloo_threads
-from clusterddp.run.assignment import Assignment
-from clusterddp.run.directory import make_attempt_dirs
+from clusterddp.run.directory import Assignment, make_attempt_dirs
 from clusterddp.run.metrics import reached
 from clusterddp.run.stop import confirm_stop, looking_at, record_question, stop_reason, stop_requested
 from clusterddp.script.place import find_assignment, find_store, is_first_rank, say

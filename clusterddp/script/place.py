@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.ranks.environment import OUTPUT_DIR, STOP_FILE
-from clusterddp.run.assignment import Assignment
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import Assignment, RunDir
 from clusterddp.run.stop import record_question, stop_requested
 from clusterddp.train.checkpoint import Store, newest_attempt, newest_manifest
 

@@ -12,9 +12,8 @@ from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.attempts import Report, end_queued, final_end, no_report, refuse_to_end
+from clusterddp.run.attempts import Report, cancelled, end_queued, final_end, no_report, refuse_to_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.stop import request_stop

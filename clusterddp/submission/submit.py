@@ -19,19 +19,20 @@ from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.results.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.attempts import (
+    AttemptEnd,
     Closeable,
     Report,
     adopt,
+    cancelled,
+    claim,
     end_run,
+    failed,
     make_next_attempt,
     no_report,
-    refuse_resume,
 )
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed
 from clusterddp.run.record import RunRecord, log_event, read_run
-from clusterddp.run.state import RunView
-from clusterddp.run.sweep import claim
+from clusterddp.run.state import RunView, refuse_resume
 from clusterddp.submission.staging import make_run
 from clusterddp.system.files import write_json, write_text
 

@@ -17,9 +17,8 @@ from clusterddp.launchers.slurm.launcher import SlurmLauncher, submit_job, varia
 from clusterddp.launchers.state import announce, read_state
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import refuse_to_end
+from clusterddp.run.attempts import cancelled, refuse_to_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import cancelled
 from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.stop import request_stop

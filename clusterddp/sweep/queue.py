@@ -31,12 +31,11 @@ from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.planning.processes import process_environment, queue_command
 from clusterddp.ranks.environment import COOKIE, inherited_environment
 from clusterddp.results.sync import Synchroniser
-from clusterddp.run.attempts import Report, end_queued, end_run, final_end, no_report
+from clusterddp.run.attempts import Report, cancelled, claim, end_queued, end_run, final_end, no_report, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import cancelled, read_end
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.state import RunState, RunView, spell_states
-from clusterddp.run.sweep import QueueRecord, SweepDir, claim, read_queue, read_sweep, write_queue, write_sweep
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, write_queue, write_sweep
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,

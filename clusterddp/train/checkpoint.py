@@ -23,8 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir
-from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.directory import RunDir, refuse_if_stale
 from clusterddp.system.files import write_bytes
 from clusterddp.system.storage import retry_outage
 from clusterddp.wire import read_object

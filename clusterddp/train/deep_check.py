@@ -43,7 +43,7 @@ from clusterddp.facts.deep_check import (
 )
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.network.interface import read_links
-from clusterddp.run.assignment import Assignment
+from clusterddp.run.directory import Assignment
 from clusterddp.spec.train import TrainSpec
 from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.train.begin import Setting, begin, prepare

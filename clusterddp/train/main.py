@@ -16,8 +16,7 @@ from typing import Any
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.assignment import Assignment
-from clusterddp.run.directory import RunDir, make_attempt_dirs
+from clusterddp.run.directory import Assignment, RunDir, make_attempt_dirs
 from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requested
 from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_json

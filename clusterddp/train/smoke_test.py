@@ -24,7 +24,7 @@ import torch
 from torch import nn
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.assignment import Assignment
+from clusterddp.run.directory import Assignment
 from clusterddp.run.gang import is_call
 from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_json

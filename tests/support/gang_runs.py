@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.waiting import PATIENCE, wait_until
 

@@ -10,9 +10,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, write_rank, write_run
 from clusterddp.system.files import append_jsonl, write_json
 

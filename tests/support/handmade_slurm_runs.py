@@ -9,8 +9,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.slurm.identity import job_name, job_tag
 from clusterddp.system.files import write_json

@@ -15,8 +15,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.system.files import read_json, read_jsonl
 from tests.support.slurm_runs import make_slurm_run, start_run
 from tests.support.ssh_kill_kinds import LAN, NODES

@@ -11,9 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import RunRecord, read_run
 from clusterddp.run.sweep import SweepDir
 from clusterddp.system.files import read_jsonl

@@ -7,8 +7,8 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.submission.staging import make_run
 from clusterddp.system.files import read_json, write_json
 from tests.support.launch_runs import plan_script, plan_text
@@ -29,7 +29,7 @@ TASK = """
 import os, signal, sys, time
 from pathlib import Path
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
+from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
 signalled = []
 signal.signal(signal.SIGTERM, lambda *_: signalled.append(1))
 run, number, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(os.environ["SLURM_PROCID"])

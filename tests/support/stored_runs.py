@@ -6,8 +6,8 @@ import os
 import time
 from pathlib import Path
 
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import RunRecord, write_run
 
 DAY_S = 86_400.0

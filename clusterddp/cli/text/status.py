@@ -14,7 +14,7 @@ import click
 from clusterddp.cli.terminal import WITHOUT_REASON, Column, duration, lay_out, rank_span, state_text, wrapped
 from clusterddp.look.printable import printable
 from clusterddp.look.status import has_checkpoint
-from clusterddp.run.outcome import read_end
+from clusterddp.run.attempts import read_end
 from clusterddp.run.record import BY_HAND, FOREIGN
 from clusterddp.system.files import read_json
 from clusterddp.system.units import format_bytes, format_count
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
     from clusterddp.look.ranks import RankStatus
     from clusterddp.look.status import Checkpoint, RunStatus
     from clusterddp.look.timeline import Times
+    from clusterddp.run.attempts import RootCause
     from clusterddp.run.directory import RunDir
-    from clusterddp.run.outcome import RootCause
     from clusterddp.run.rank_usage import RankUsage
     from clusterddp.slurm.jobs import Job
 

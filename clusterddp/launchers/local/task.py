@@ -23,11 +23,21 @@ from types import FrameType
 
 from clusterddp.errors import RunFailedError
 from clusterddp.ranks.environment import inherited_environment, rank_cookies
-from clusterddp.run.attempts import end_or_spool, end_run, final_end
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    cancelled,
+    end_or_spool,
+    end_run,
+    failed,
+    failed_by,
+    final_end,
+    loss_of_nodes,
+    signal_name,
+    spell_exit,
+)
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed, failed_by, loss_of_nodes, signal_name, spell_exit
 from clusterddp.run.record import ProcessIdentity, log_event, read_gang, read_run, write_run
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, start_supervisor, supervisor_log

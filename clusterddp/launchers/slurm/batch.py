@@ -27,10 +27,20 @@ from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded, read_carried
 from clusterddp.launchers.slurm.jobs import find_job
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import end_or_spool, end_run, final_end
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    cancelled,
+    end_or_spool,
+    end_run,
+    failed,
+    final_end,
+    read_end,
+    read_spooled,
+    spell_exit,
+    spool_end,
+)
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, read_spooled, spell_exit, spool_end
 from clusterddp.run.record import JobAnswer, drop_secrets, log_event, read_run, write_job_answer
 from clusterddp.run.stop import request_stop
 from clusterddp.slurm.control import JobNow, requeue_job, show_job

@@ -12,9 +12,8 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.ranks.environment import COOKIE, cookie
-from clusterddp.run.attempts import end_run, make_attempt
+from clusterddp.run.attempts import AttemptEnd, cancelled, end_run, failed, make_attempt, read_end, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed, read_end, write_end
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.slurm.commands import run_slurm
 from clusterddp.slurm.control import END_TIME, read_time_left_s

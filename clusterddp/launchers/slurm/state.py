@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir, is_of_another_user
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import RunRecord
 from clusterddp.run.state import START_GRACE_S, Answer, Records, RunState
 from clusterddp.slurm.explain import explain_end, explain_waiting

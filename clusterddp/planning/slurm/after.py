@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clusterddp.errors import UsageError
+from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
-from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, find_sweep
 

@@ -39,11 +39,10 @@ from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, co
 from clusterddp.ranks.launched import Launched
 from clusterddp.rendezvous.connection import Connection, Message, flush_all
 from clusterddp.rendezvous.handshake import JOIN_KEY
-from clusterddp.run.attempts import adopt, make_attempt, refuse_resume
+from clusterddp.run.attempts import adopt, make_attempt, parse_end, write_end
 from clusterddp.run.directory import MAX_ATTEMPTS, AttemptDir, RunDir, is_run_name, is_token, make_attempt_dirs
 from clusterddp.run.find import find_run
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.outcome import parse_end, write_end
 from clusterddp.run.preload import find_preload
 from clusterddp.run.record import (
     FOREIGN,
@@ -57,7 +56,7 @@ from clusterddp.run.record import (
     write_rank,
     write_run,
 )
-from clusterddp.run.state import RunState
+from clusterddp.run.state import RunState, refuse_resume
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
 from clusterddp.submission.staging import make_run
 from clusterddp.submission.worker.meeting import Met, Seat

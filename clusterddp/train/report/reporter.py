@@ -12,8 +12,7 @@ from importlib.util import find_spec
 from typing import Any, Protocol, TextIO
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir
-from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.directory import RunDir, refuse_if_stale
 from clusterddp.run.metrics import MetricsFile
 from clusterddp.run.record import log_event
 from clusterddp.system.files import read_json, write_json

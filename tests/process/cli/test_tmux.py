@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.ranks.environment import COOKIE
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train

@@ -16,9 +16,9 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.launchers.state import read_state
+from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks, read_run
 from clusterddp.run.state import RunState, RunView
 from clusterddp.submission.cancel import cancel

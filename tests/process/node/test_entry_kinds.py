@@ -16,9 +16,9 @@ import clusterddp
 from clusterddp.cli.text.status import status_lines
 from clusterddp.errors import ClusterddpError
 from clusterddp.look.status import read_status
+from clusterddp.run.attempts import RootCause, read_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import RootCause, read_end
 from clusterddp.run.record import read_run
 from clusterddp.submission.cancel import HOW_TO_STOP, cancel
 from clusterddp.submission.submit import submit, wait

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from clusterddp.run.outcome import read_spooled
+from clusterddp.run.attempts import read_spooled
 from clusterddp.system.timeouts import HOST_SILENCE_S
 from tests.support.gang_runs import running
 from tests.support.storage_faults import away, disk

@@ -13,8 +13,8 @@ import pytest
 
 from clusterddp.cli.main import main
 from clusterddp.network.connections import was_connected
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.gang import Gang
-from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.gang_runs import make_gang, running, started
 from tests.support.handmade_runs import make_run, start_attempt
 

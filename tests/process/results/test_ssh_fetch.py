@@ -15,8 +15,8 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.results.download import PIECE_BYTES
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
 from tests.support.agent_hosts import Hosts, running_hosts
 from tests.support.waiting import wait_until
 

@@ -13,8 +13,8 @@ import pytest
 from clusterddp.launchers.state import read_state
 from clusterddp.look.status import read_status
 from clusterddp.results.host_run import was_never_reached
+from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
 from clusterddp.run.host_reports import ago, reports_path
-from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.state import RunState
 from clusterddp.system.files import append_jsonl

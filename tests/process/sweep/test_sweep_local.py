@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from clusterddp.launchers.state import read_state
+from clusterddp.run.attempts import claim, read_end
 from clusterddp.run.cleanup import end_processes, find_processes
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
-from clusterddp.run.sweep import SweepDir, claim, read_queue
+from clusterddp.run.sweep import SweepDir, read_queue
 from clusterddp.system.files import read_jsonl
 from tests.support.fake_gpus import FakeGpus
 from tests.support.person import Person

@@ -15,9 +15,9 @@ import pytest
 
 from clusterddp.errors import PreflightError
 from clusterddp.planning.placement import read_machine
+from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.run.state import RunState
 from clusterddp.submission.cancel import cancel

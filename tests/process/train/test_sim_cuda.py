@@ -167,7 +167,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.train import deep_check
 from clusterddp.train.group import join_group
 from clusterddp.train.device import RankVariables
-from clusterddp.run.assignment import Assignment
+from clusterddp.run.directory import Assignment
 from clusterddp.spec.train import TrainSpec
 
 place = RankVariables(rank=0, local_rank=0, world_size=1, backend="nccl", device="cuda")

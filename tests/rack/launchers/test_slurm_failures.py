@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.look.logs import parse_ranks
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import RankRecord, read_ranks
 from tests.support.gang_runs import processes_with
 from tests.support.launch_runs import IMPATIENT, read_plan

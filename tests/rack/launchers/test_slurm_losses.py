@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterddp.run.outcome import read_end
+from clusterddp.run.attempts import read_end
 from tests.support.slurm_runs import COMPLETE_LATER, GO_ON, await_final_end, await_up, claims, job_fields, start
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.system.files import read_json, read_jsonl
 from tests.support.slurm_runs import await_final_end, claims, make_slurm_run, start_run

@@ -6,9 +6,9 @@ import time
 
 import pytest
 
+from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from clusterddp.system.processes import Process, read_command, read_environment
 from tests.support.launch_runs import HELLO, IMPATIENT, wait_for_ranks

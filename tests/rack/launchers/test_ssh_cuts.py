@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.host_reports import read_reports
-from clusterddp.run.outcome import read_end
 from clusterddp.ssh.connections import SILENCE_S
 from tests.support.launch_runs import IMPATIENT
 from tests.support.ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC

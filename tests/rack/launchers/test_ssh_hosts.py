@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from tests.support.ssh_place import SshPlace, send
 from tests.support.waiting import wait_until
 

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.outcome import AttemptEnd, read_end
 from clusterddp.system.files import read_json, write_json
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import command_of

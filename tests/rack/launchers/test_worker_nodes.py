@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.launchers.state import read_state
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_run
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from clusterddp.run.outcome import read_end
+from clusterddp.run.attempts import read_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag
 from clusterddp.system.files import read_json

@@ -8,8 +8,8 @@ import pytest
 
 from clusterddp.network.port import walk_ports
 from clusterddp.node.supervisor import LINK_PORTS
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import read_end
 from clusterddp.run.record import read_ranks
 from clusterddp.system.files import read_json, write_json
 from tests.support.port_thief import MEET, STEAL

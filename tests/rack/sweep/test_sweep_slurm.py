@@ -40,7 +40,7 @@ GO_ON_ONCE = """
 import sys, time
 from pathlib import Path
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.attempts import AttemptEnd, write_end
 number = int(sys.argv[2])
 again = {"will_restart": True, "needs_job": True} if number == 0 else {}
 write_end(RunDir(Path(sys.argv[1])).attempt(number), AttemptEnd(outcome="STOPPED", reason="so it says", **again))

@@ -10,8 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from clusterddp.run.attempts import AttemptEnd, deliver_end, read_end, read_spooled, spool_end
 from clusterddp.run.directory import RunDir, make_attempt_dirs
-from clusterddp.run.outcome import AttemptEnd, deliver_end, read_end, read_spooled, spool_end
 from clusterddp.system.exclusive import name_new, probe_exclusive
 from clusterddp.system.files import append_jsonl, read_json, read_jsonl, write_json
 from clusterddp.system.storage import retry_outage

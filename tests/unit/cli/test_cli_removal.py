@@ -14,8 +14,8 @@ import pytest
 
 from clusterddp.cli.main import main
 from clusterddp.ranks.environment import COOKIE
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir
 from clusterddp.run.usage import measure_run

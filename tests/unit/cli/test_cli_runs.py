@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import HOST, complete, fail, make_run, opens_of, start_attempt, train
 

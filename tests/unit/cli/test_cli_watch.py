@@ -18,8 +18,8 @@ import pytest
 from clusterddp.cli import watch
 from clusterddp.cli.main import main
 from clusterddp.cli.watch import progress_lines
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.rank_usage import RankUsage, Straggler, UsageReport, write_usage
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.state import RunState, RunView

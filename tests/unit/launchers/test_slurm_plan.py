@@ -21,9 +21,8 @@ from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.slurm.container import _TASK
 from clusterddp.planning.slurm.options import Options, memory_text, without_waiting
-from clusterddp.run.attempts import end_run
+from clusterddp.run.attempts import AttemptEnd, end_run
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.record import read_run, write_run
 from clusterddp.slurm.identity import job_tag, tag_of
 from clusterddp.spec.load import load_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.look.status import diagnose
-from clusterddp.run.outcome import RootCause, loss_of_nodes
+from clusterddp.run.attempts import RootCause, loss_of_nodes
 from tests.support.gang_runs import make_gang
 
 

@@ -12,8 +12,8 @@ import pytest
 from clusterddp.look.background import HIDDEN, compare_folders, config_texts, read_background, read_uncommitted
 from clusterddp.look.curves import Curve, read_curves
 from clusterddp.look.report import RunReport, compare, read_reports
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run
 from clusterddp.system.files import append_jsonl, read_json, write_json
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train

@@ -13,7 +13,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.look.logs import read_log_tail
 from clusterddp.look.progress import read_progress
 from clusterddp.look.status import read_status
-from clusterddp.run.outcome import AttemptEnd, write_end
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.record import write_rank
 from clusterddp.system.files import append_jsonl
 from tests.support.handmade_runs import HOST, complete, fail, make_run, rank_record, start_attempt, train

@@ -8,9 +8,8 @@ import pytest
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
-from clusterddp.run.attempts import make_attempt
+from clusterddp.run.attempts import AttemptEnd, make_attempt, read_end, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd, read_end, write_end
 from clusterddp.run.record import RunRecord, write_run
 from clusterddp.slurm.identity import job_name, job_tag
 

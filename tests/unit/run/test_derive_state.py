@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.state import Answer, Records, RunState, derive_state
 

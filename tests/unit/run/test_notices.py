@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.run.attempts import AttemptEnd, cancelled, failed
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.notices import SendOrder, claim, message, message_of_end, message_of_view, view_of_sweep
-from clusterddp.run.outcome import AttemptEnd, cancelled, failed
 from clusterddp.run.state import RunState, RunView
 from clusterddp.wire import build
 

@@ -3,8 +3,7 @@
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir
-from clusterddp.run.fencing import refuse_if_stale
+from clusterddp.run.directory import RunDir, refuse_if_stale
 from clusterddp.system.files import read_jsonl
 from clusterddp.train.evaluate import Evaluation
 from clusterddp.train.report.reporter import Reporter

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clusterddp.run.attempts import failed, loss_of_nodes, read_end, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import failed, loss_of_nodes, read_end, write_end
 from tests.support.gang_runs import make_gang
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from clusterddp.launchers.state import read_state
 from clusterddp.node.head import may_look_for_file
+from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry
-from clusterddp.run.outcome import AttemptEnd, RootCause, write_end
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.state import RunState
 from clusterddp.run.stop import looking_at, request_stop

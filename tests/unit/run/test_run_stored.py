@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import AttemptEnd
 from clusterddp.run.stored import Storage, find_stored, keep_package, remove_stored
 from tests.support.stored_runs import COMPLETED, DAY_S, RUN, TOKEN, age, make_run
 from tests.support.waiting import wait_until

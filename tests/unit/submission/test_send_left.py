@@ -13,8 +13,8 @@ import pytest
 from clusterddp.launchers.state import read_state
 from clusterddp.look.events import read_events, warn_of_unsent
 from clusterddp.planning.seal import sealed
+from clusterddp.run.attempts import failed, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.outcome import failed, write_end
 from clusterddp.run.record import log_event
 from clusterddp.submission.notices import send_left
 from clusterddp.submission.staging import make_run

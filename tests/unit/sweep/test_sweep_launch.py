@@ -19,9 +19,9 @@ from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm.after import find_dependency
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
-from clusterddp.run.outcome import AttemptEnd, write_end
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.slurm.cluster import array_limits
