@@ -136,10 +136,7 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
 
 
 def place_here(place: Callable[[Machine], _T], environ: Mapping[str, str]) -> _T:
-    """Call `place` with this machine; while too few GPUs are free, retry for 3 s, in which runs may end.
-
-    Raises: PreflightError: as `place`.
-    """
+    """Call `place` with this machine; while too few GPUs are free, retry for 3 s, in which runs may end."""
     deadline = time.monotonic() + ENDING_S
     while True:
         try:

@@ -137,10 +137,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Rebuild a plan from the output of `to_json`.
-
-        Raises: ValueError: the data is no plan; see `build`.
-        """
+        """Rebuild a plan from the output of `to_json`; see `build` for data that is none."""
         return build(cls, data, "plan")
 
 
@@ -250,18 +247,12 @@ def _notify_of(job: JobSpec) -> Notify | None:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the content of a run's plan.json, with the user's seals of the hosts and the messages that it names.
-
-    Raises: ClusterddpError: the key of the seal cannot be read or written.
-    """
+    """Return the content of a run's plan.json, with the user's seals of the hosts and the messages that it names."""
     return sealed(plan.to_json())
 
 
 def read_plan(run: RunDir) -> Plan:
-    """Read the plan of a run.
-
-    Raises: ClusterddpError: as `read_plan_json`.
-    """
+    """Read the plan of a run, as `read_plan_json`."""
     return Plan.from_json(read_plan_json(run))
 
 

@@ -90,7 +90,7 @@ def storage_notes() -> tuple[str, ...]:
     """
     places = dict.fromkeys(
         Path(place)
-        for place in (sys.prefix, Path(sys.executable).resolve(), _package_place())
+        for place in (sys.prefix, Path(sys.executable).resolve(), Path(clusterddp.__file__).absolute().parents[1])
         if not Path(place).is_relative_to("/usr")
     )
     own = [(place, mount) for place in places if (mount := find_mount(place)) is not None and not mount.shared]
@@ -106,12 +106,6 @@ def data_notes(train: Mapping[str, object] | None) -> tuple[str, ...]:
     if not train or is_there(str(train["dataset"]), Path(str(train["data_dir"]))):
         return ()
     data_dir = Path(str(train["data_dir"]))
-    return (
-        ()
-        if data_dir.exists()
-        else (f"train.data_dir {data_dir} is not seen from here: each node needs the set there",)
-    )
-
-
-def _package_place() -> str:
-    return str(Path(clusterddp.__file__).absolute().parents[1])
+    if data_dir.exists():
+        return ()
+    return (f"train.data_dir {data_dir} is not seen from here: each node needs the set there",)

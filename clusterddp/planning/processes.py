@@ -69,8 +69,12 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
 
 def python_path(environ: Mapping[str, str]) -> dict[str, str]:
     """Return PYTHONPATH, unless it is empty, with absolute paths and with this package if that is not installed."""
+    import importlib.metadata
+
     paths = [str(Path(path).absolute()) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    if not _is_installed():
+    try:
+        importlib.metadata.distribution("clusterddp")
+    except importlib.metadata.PackageNotFoundError:  # a bare checkout, which Python does not find from any directory
         paths.append(str(Path(__file__).absolute().parents[2]))
     return {"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))} if paths else {}
 
@@ -90,14 +94,3 @@ def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
         and name not in _OF_THIS_HOST
         and not is_secret(name, value)
     }
-
-
-def _is_installed() -> bool:
-    """Say whether Python finds this package from any directory, which it does not for a bare checkout."""
-    import importlib.metadata
-
-    try:
-        importlib.metadata.distribution("clusterddp")
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

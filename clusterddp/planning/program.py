@@ -77,8 +77,14 @@ def plan_program(
     Raises: UsageError: the script does not exist. ClusterddpError: the code has no snapshot.
     """
     if job.entry is None:
-        snapshot, notes = _trainer_snapshot(job, working_dir, runs_dir, environ)
-        return Program(kind="module", target=TRAINER, import_paths=(), snapshot=snapshot, notes=notes)
+        # The trainer executes none of the code beside it, so a failure is only a note.
+        code, why = None, ""
+        try:
+            code = plan_snapshot(working_dir, runs_dir=runs_dir, environ=environ) if job.snapshot else None
+        except ClusterddpError as error:
+            why = f"no snapshot of the code: {error.message}"
+        notes = (why,) if why else code.notes if code else ()
+        return Program(kind="module", target=TRAINER, import_paths=(), snapshot=code, notes=notes)
     kind, target, words = _what_runs(job.entry)
     if job.launcher == "ssh" and not job.snapshot:
         return _program_on_hosts(kind, target, words, working_dir)
@@ -185,10 +191,7 @@ def _with_file(kind: str, target: str, file: Path | str | None) -> str:
 
 
 def _find_file(kind: str, target: str, working_dir: Path) -> Path | None:
-    """Find the file that the target names.
-
-    Raises: UsageError: the file does not exist.
-    """
+    """Find the file that the target names; refuse one that does not exist."""
     named = _file_named(kind, target)
     if named is None:
         return None
@@ -248,19 +251,6 @@ def absent_notes(snapshot: SnapshotPlan, *, uploads: bool) -> Iterator[str]:
 
 def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
-
-
-def _trainer_snapshot(
-    job: JobSpec, working_dir: Path, runs_dir: Path, environ: Mapping[str, str]
-) -> tuple[SnapshotPlan | None, tuple[str, ...]]:
-    """Choose the code beside a run of the trainer; the trainer executes none of it, so a failure is only a note."""
-    if not job.snapshot:
-        return None, ()
-    try:
-        snapshot = plan_snapshot(working_dir, runs_dir=runs_dir, environ=environ)
-    except ClusterddpError as error:
-        return None, (f"no snapshot of the code: {error.message}",)
-    return snapshot, snapshot.notes if snapshot else ()
 
 
 Trial = Literal["smoke test", "deep check", "hang"]

@@ -3,6 +3,8 @@
 Other users can write a runs directory, in a repository or on a shared disk. A record that makes clusterddp connect to a
 host, start a process there, or send out a value has a seal; clusterddp acts on it only if the seal is right. The key is
 in the user's own state directory, outside of runs directories.
+
+All raise a ClusterddpError if the key cannot be read or written, or if another user can read it or owns it.
 """
 
 from __future__ import annotations
@@ -29,18 +31,12 @@ HINT = "if you submitted it from another machine, copy {key} from there; otherwi
 
 
 def seal(what: str, value: Any) -> str:
-    """Return the user's seal of a JSON value; `what` names its kind, so that a seal of another kind is not valid.
-
-    Raises: ClusterddpError: no key exists, and none can be written.
-    """
+    """Return the user's seal of a JSON value; `what` names its kind, so that a seal of another kind is not valid."""
     return _hash(_read_key() or _make_key(), what, value)
 
 
 def is_sealed(what: str, value: Any, found: Any) -> bool:
-    """Say whether `found` is this user's seal of the value.
-
-    Raises: ClusterddpError: others may read the key, or it belongs to another user.
-    """
+    """Say whether `found` is this user's seal of the value."""
     key = _read_key()
     if key is None or not isinstance(found, str):
         return False
@@ -48,19 +44,13 @@ def is_sealed(what: str, value: Any, found: Any) -> bool:
 
 
 def sealed(data: dict[str, Any]) -> dict[str, Any]:
-    """Return the JSON of a plan with a seal of each of these parts that it has; each seal covers the run's token.
-
-    Raises: ClusterddpError: the key of the seal cannot be read or written.
-    """
+    """Return the JSON of a plan with a seal of each of these parts that it has; each seal covers the run's token."""
     parts = {part: _part_of(data, part) for part in _PARTS}
     return data | {_PARTS[part][0]: seal(_PARTS[part][1], granted) for part, granted in parts.items() if granted[1]}
 
 
 def is_granted(data: Any, part: str) -> bool:
-    """Say whether the JSON of a plan has this part, `ssh` or `notify`, under this user's seal.
-
-    Raises: ClusterddpError: others may read the key, or it belongs to another user.
-    """
+    """Say whether the JSON of a plan has this part, `ssh` or `notify`, under this user's seal."""
     if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or not _part_of(data, part)[1]:
         return False
     name, what = _PARTS[part]
