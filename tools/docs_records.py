@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import itertools
 import json
@@ -109,7 +110,10 @@ def _files(place: RunDir | AttemptDir | SweepDir) -> list[str]:
 
 def _fields(kind: type, only: Mapping[str, Any] | None = None, *, alias: Mapping[str, str] | None = None) -> list[str]:
     """List the fields of a dataclass, or those of them that are keys of `only`, with their types and texts."""
-    docs, types = _attribute_docs(kind), dict(inspect.get_annotations(kind))
+    docs: dict[str, str] = {}
+    types: dict[str, Any] = {}
+    for each in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
+        docs, types = docs | _attribute_docs(each), types | inspect.get_annotations(each)
     names = list(types) if only is None else list(only)
     rows = ["| key | type | |", "|---|---|---|"]
     for name in names:

@@ -61,10 +61,6 @@ class RunReport:
     """A run at one moment, by its files."""
 
     status: RunStatus
-    name: str
-    """The name in its spec."""
-    variant: str
-    """In a sweep: in what this run differs from the others."""
     directory: str
     made: float
     """When this was read, in seconds since the epoch."""
@@ -174,8 +170,6 @@ def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> 
     background = read_background(run, record)
     return RunReport(
         status=status,
-        name=record.name,
-        variant=record.variant,
         directory=str(run.path),
         made=now,
         results=_results(run, status, curves, timeline),
@@ -281,8 +275,8 @@ def _run_json(report: RunReport) -> dict[str, Any]:
     status = report.status
     return {
         "run": status.run,
-        "name": report.name,
-        "variant": report.variant,
+        "name": status.name,
+        "variant": status.variant,
         "state": status.state.value,
         "reason": status.root_cause.error if status.root_cause else status.reason,
         "launcher": status.launcher,

@@ -10,7 +10,7 @@ import dataclasses
 import os
 import re
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +19,6 @@ from clusterddp.launchers.state import read_state
 from clusterddp.look.events import (
     HangEvent,
     NodeTransport,
-    Row,
     Stopping,
     count_lost_rows,
     find_hang,
@@ -33,10 +32,10 @@ from clusterddp.look.events import (
 from clusterddp.look.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.look.ranks import RankStatus, rank_statuses, stopped_ranks
 from clusterddp.look.timeline import Times, read_timeline
-from clusterddp.run.attempts import AttemptEnd, RootCause
+from clusterddp.run.attempts import RootCause
 from clusterddp.run.directory import RunDir
 from clusterddp.run.host_reports import read_reports, read_unreached, start_of
-from clusterddp.run.rank_usage import UsageReport, read_usage_report
+from clusterddp.run.rank_usage import read_usage_report
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import is_file
@@ -49,8 +48,8 @@ _NAME = re.compile(r"step-(?P<step>\d+)-a(?P<attempt>\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunStatus:
-    """A run at one moment, by its files."""
+class RunSummary:
+    """A run at one moment, as `list` shows it: read without the records of ranks."""
 
     run: str
     name: str
@@ -64,18 +63,36 @@ class RunStatus:
     """Slurm's job id, the pid of the local task, or what started the ranks."""
     attempt: int | None
     """The newest attempt; None before the first one starts."""
-    world_size: int
-    """Ranks in all."""
     progress: Progress | None
     """How far the run is; None for a program that reports nothing."""
-    ranks: tuple[RankStatus, ...]
-    """The ranks of the newest attempt."""
-    root_cause: RootCause | None
-    """The first failure of a run that FAILED."""
     created: float
     """Seconds since the epoch."""
     ended: float | None
     times: Times
+    variant: str = ""
+    """In a sweep: the values by which this run differs from the others."""
+    bytes: int | None = None
+    """What it takes on disk here, without a snapshot of code that other runs use, too; null without `--wide`."""
+
+    def to_json(self) -> dict[str, Any]:
+        shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSummary)}
+        return shown | {
+            "state": self.state.value,
+            "times": self.times.to_json(),
+            "progress": self.progress.to_json() if self.progress else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus(RunSummary):
+    """A run at one moment, by its files, as `status` shows it."""
+
+    world_size: int
+    """Ranks in all."""
+    ranks: tuple[RankStatus, ...]
+    """The ranks of the newest attempt."""
+    root_cause: RootCause | None
+    """The first failure of a run that FAILED."""
     checkpoint: Checkpoint | None
     """The newest one of a run that has ended."""
     job: Job | None = None
@@ -106,20 +123,12 @@ class RunStatus:
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
         job = {"job": _job_json(self.job)} if self.launcher == "slurm" else {}
+        summary = RunSummary.to_json(self)
         return {
             "schema": 1,
-            "run": self.run,
-            "name": self.name,
-            "state": self.state.value,
-            "reason": self.reason,
-            "launcher": self.launcher,
-            "job_id": self.job_id,
-            "attempt": self.attempt,
-            "created": self.created,
-            "ended": self.ended,
-            "times": self.times.to_json(),
+            **{name: summary[name] for name in summary if name not in ("variant", "progress", "bytes")},
             "world_size": self.world_size,
-            "progress": self.progress.to_json() if self.progress else None,
+            "progress": summary["progress"],
             "ranks": [rank.to_json() for rank in self.ranks],
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
@@ -137,48 +146,6 @@ class RunStatus:
         }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunSummary:
-    """One line of `list`, read without the records of ranks."""
-
-    run: str
-    name: str
-    """Of its spec."""
-    state: RunState
-    reason: str
-    launcher: str
-    job_id: str | None
-    attempt: int | None
-    progress: Progress | None
-    """As in `status`."""
-    created: float
-    """Seconds since the epoch."""
-    ended: float | None
-    """Seconds since the epoch."""
-    times: Times
-    variant: str = ""
-    """In a sweep: the values by which this run differs from the others."""
-    bytes: int | None = None
-    """What it takes on disk here, without a snapshot of code that other runs use, too; null without `--wide`."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "run": self.run,
-            "name": self.name,
-            "variant": self.variant,
-            "state": self.state.value,
-            "reason": self.reason,
-            "launcher": self.launcher,
-            "job_id": self.job_id,
-            "attempt": self.attempt,
-            "created": self.created,
-            "ended": self.ended,
-            "times": self.times.to_json(),
-            "progress": self.progress.to_json() if self.progress else None,
-            "bytes": self.bytes,
-        }
-
-
 def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     """Read the status of a run."""
     record, gang = read_run(run), read_gang(run)
@@ -190,43 +157,32 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     events, is_running = read_events(run), view.state is RunState.RUNNING
     usage = read_usage_report(attempt) if is_running and attempt else None
     transports = find_transports(events, view.attempt)
+    warnings = (
+        end.warning if end else "",
+        warn_of_sockets(transports),
+        warn_of_unsent(events),
+        usage.warning if usage else "",
+    )
     return RunStatus(
-        run=run.name,
-        name=record.name,
-        times=_times(run, record, view),
-        state=view.state,
+        **_summary(run, record, view, tail_bytes=TAIL_BYTES),
         reason="; ".join([view.reason, *(stopped_ranks(attempt) if attempt and not view.finished else [])]),
-        launcher=record.launcher,
-        job_id=view.job.job_id if view.job else record.job_id,
-        attempt=view.attempt,
         world_size=gang.num_ranks,
-        progress=_progress(run, view),
         ranks=rank_statuses(gang, attempt, start, view, unreached=unreached, report=usage),
         root_cause=end.root_cause if end else None,
         diagnosis=diagnose(end.root_cause) if end and end.root_cause else None,
-        created=_created(record),
-        ended=end.ended if end else None,
         checkpoint=newest_checkpoint(run) if view.finished else None,
         job=view.job,
         unreachable=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
         start_phases={} if view.attempt is None else find_start_phases(events, record, view.attempt, start),
         transports=transports,
-        warning=_warning(end, transports, events, usage),
+        warning="; ".join(filter(None, warnings)),
         stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
         lost_rows=count_lost_rows(events),
         report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(run, record, attempt) if is_running else None,
     )
-
-
-def _warning(
-    end: AttemptEnd | None, transports: Sequence[NodeTransport], events: Sequence[Row], usage: UsageReport | None
-) -> str:
-    own = end.warning if end else ""
-    stragglers = usage.warning if usage else ""
-    return "; ".join(filter(None, (own, warn_of_sockets(transports), warn_of_unsent(events), stragglers)))
 
 
 def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> float | None:
@@ -244,40 +200,33 @@ def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> 
 
 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
-    """Read the line of `list` of a run whose record and state are known already."""
-    return RunSummary(
-        run=run.name,
-        name=record.name,
-        times=_times(run, record, view),
-        state=view.state,
-        reason=view.end.root_cause.error if view.end and view.end.root_cause else view.reason,
-        launcher=record.launcher,
-        job_id=view.job.job_id if view.job else record.job_id,
-        attempt=view.attempt,
-        progress=_progress(run, view, tail_bytes=4096),
-        variant=record.variant,
-        created=_created(record),
-        ended=view.end.ended if view.end else None,
-    )
+    """Read the summary of a run whose record and state are known already."""
+    reason = view.end.root_cause.error if view.end and view.end.root_cause else view.reason
+    return RunSummary(**_summary(run, record, view, tail_bytes=4096), reason=reason)
+
+
+def _summary(run: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) -> dict[str, Any]:
+    """Read the fields of `RunSummary`, without the reason."""
+    progress, now = read_progress(run, tail_bytes=tail_bytes), time.time()
+    return {
+        "run": run.name,
+        "name": record.name,
+        "variant": record.variant,
+        "state": view.state,
+        "launcher": record.launcher,
+        "job_id": view.job.job_id if view.job else record.job_id,
+        "attempt": view.attempt,
+        "progress": dataclasses.replace(progress, eta_s=None) if progress and view.finished else progress,
+        "created": record.created_ns / 1e9,
+        "ended": view.end.ended if view.end else None,
+        "times": read_timeline(run, record, is_finished=view.finished, now=now, with_ranks=False).times,
+    }
 
 
 def find_job_log(run: RunDir) -> str | None:
     """Find the log of the batch script of a run on Slurm, relative to the run's directory."""
     log = run.launcher_dir / "job.log"
     return str(log.relative_to(run.path)) if log.exists() else None
-
-
-def _times(run: RunDir, record: RunRecord, view: RunView) -> Times:
-    return read_timeline(run, record, is_finished=view.finished, now=time.time(), with_ranks=False).times
-
-
-def _created(record: RunRecord) -> float:
-    return record.created_ns / 1e9
-
-
-def _progress(run: RunDir, view: RunView, *, tail_bytes: int = TAIL_BYTES) -> Progress | None:
-    progress = read_progress(run, tail_bytes=tail_bytes)
-    return dataclasses.replace(progress, eta_s=None) if progress and view.finished else progress
 
 
 def _job_json(job: Job | None) -> dict[str, Any] | None:

@@ -124,7 +124,7 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
     return [
         el("h1", status.run, " ", _state(status.state.value)),
         el("p", _where(report), class_="soft"),
-        el("p", report.variant) if report.variant else None,
+        el("p", report.status.variant) if report.status.variant else None,
         el("p", status.reason) if status.state.value != "COMPLETED" and not status.root_cause else None,
         el("p", el("strong", "warning: "), status.warning) if status.warning else None,
         el("p", checkpoint_text(status.checkpoint)) if status.checkpoint else None,
@@ -184,7 +184,9 @@ def _charts(reports: Sequence[RunReport], limits: Limits) -> Html | None:
     notes += [f"{format_count(len(keys) - len(shown), 'more key')} not drawn"] if len(keys) > len(shown) else []
     return section(
         "Curves",
-        legend([report.status.run + (f"  {report.variant}" if report.variant else "") for report in drawn]),
+        legend(
+            [report.status.run + (f"  {report.status.variant}" if report.status.variant else "") for report in drawn]
+        ),
         _more(len(reports), len(drawn), "run"),
         el("div", *(chart(at, key, series[key], points) for at, key in enumerate(shown)), class_="charts"),
         *(el("p", note, class_="soft") for note in notes[:40] if note),
@@ -216,7 +218,7 @@ def _more(count: int, shown: int, noun: str) -> Html | None:
 def _where(report: RunReport) -> str:
     status = report.status
     job = f"job {status.job_id}" if status.job_id else ""
-    parts = [report.name if report.name != status.run else "", status.launcher, job]
+    parts = [status.name if status.name != status.run else "", status.launcher, job]
     parts += [format_count(status.world_size, "rank"), f"submitted {clock(status.created)}"]
     until = status.ended or (None if status.state.finished else report.made)
     parts += [f"{duration(until - status.created)} from submit to {'end' if status.ended else 'now'}"] if until else []
@@ -258,11 +260,11 @@ def _results_table(reports: Sequence[RunReport]) -> Html:
     """Draw a row for each run: its state and what it came to."""
     texts = [result_texts(report.results) for report in reports]
     columns = list(dict.fromkeys(name for of_run in texts for name in of_run))
-    variants = any(report.variant for report in reports)
+    variants = any(report.status.variant for report in reports)
     rows: list[list[Child]] = [
         [
             report.status.run,
-            *([report.variant] if variants else []),
+            *([report.status.variant] if variants else []),
             _state(report.status.state.value),
             *(of_run.get(name, "-") for name in columns),
             cut(report.status.root_cause.error if report.status.root_cause else "", _CELL),
