@@ -58,7 +58,12 @@ class Section(BaseModel):
 
 
 def key(default: Any, description: str, **limits: Any) -> Any:
-    """Return a field of a section, with the text that explains it in `clusterddp schema`; `...`: it has no default."""
+    """Return a field of a section, with the text that explains it in `clusterddp schema`.
+
+    `default`: `...` for none; a section's class for one with that section's own defaults.
+    """
+    if isinstance(default, type):
+        return Field(default_factory=default, description=description, **limits)
     return Field(default, description=description, **limits)
 
 

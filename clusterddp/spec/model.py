@@ -245,9 +245,9 @@ class JobSpec(Section):
     device: Annotated[Literal["auto", "cpu", "cuda"], Word] = key(
         "auto", "Where ranks compute; auto: on GPUs where there are any. --cpu overrides it."
     )
-    resources: Resources = key(Resources(), "Machines, ranks, GPUs, cores, time.")
-    network: Network = key(Network(), "Interface, port and backend of the gang.")
-    stop: Stop = key(Stop(), "The time that ranks have to write a checkpoint and end.")
+    resources: Resources = key(Resources, "Machines, ranks, GPUs, cores, time.")
+    network: Network = key(Network, "Interface, port and backend of the gang.")
+    stop: Stop = key(Stop, "The time that ranks have to write a checkpoint and end.")
     env: dict[fields.Variable, fields.LooseText] = key(
         {}, "Variables for every rank; they override what clusterddp would set."
     )
@@ -290,7 +290,7 @@ class JobSpec(Section):
         "Runs or job ids that have to end first, for the slurm launcher: RUN (it must complete), or afterok:RUN, "
         "afterany:RUN, afternotok:RUN.",
     )
-    ssh: Ssh = key(Ssh(), "Hosts, for the ssh launcher.")
+    ssh: Ssh = key(Ssh, "Hosts, for the ssh launcher.")
     sweep: Sweep | None = key(None, "Values that are tried in all combinations, each in a run of its own.")
 
     @property
