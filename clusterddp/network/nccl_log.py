@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from typing import Any
 
 SOCKETS = "Socket"
-VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
-"""Variables that make NCCL write its log; none is set where the user has set one of them."""
 _NETWORK = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
 _DEVICES = re.compile(r"NCCL INFO NET/(?:IB|Socket) : Using\s+(\[0\].*?)\s*(?:\[RO\])?\s*(?:;.*)?$", re.MULTILINE)
 _LINK = re.compile(r"NCCL INFO Channel .* via (NET|P2P|SHM)/(.+?)\s*$", re.MULTILINE)

@@ -14,9 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
-from clusterddp.ranks.environment import SUPERVISOR_PID, USERS, Variable, inherited_environment
+from clusterddp.ranks.environment import NCCL_VARIABLES, SUPERVISOR_PID, USERS, Variable, inherited_environment
 from clusterddp.run.attempts import signal_name
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
@@ -249,8 +248,10 @@ def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *,
     variables = gang.variables_of(
         rank, run_dir=str(run.path), attempt=attempt.number, restart=order["restart"], master_port=master_port
     )
-    if not inherited_environment().keys().isdisjoint(VARIABLES):
-        variables = {name: each for name, each in variables.items() if name not in VARIABLES or each.origin == USERS}
+    if not inherited_environment().keys().isdisjoint(NCCL_VARIABLES):
+        variables = {
+            name: each for name, each in variables.items() if name not in NCCL_VARIABLES or each.origin == USERS
+        }
     return Launch(
         run_dir=run.path,
         variables=variables,

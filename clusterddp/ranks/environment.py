@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from clusterddp.network import nccl_log
-
 
 def spell_ranks(ranks: Iterable[int]) -> str:
     """Write ranks: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
@@ -51,6 +49,8 @@ USERS = "env in the spec"
 """The origin of the user's own variables."""
 
 
+NCCL_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
+"""Variables that make NCCL write its log; none is set where the user has set one of them."""
 PLACE_VARIABLES = frozenset(
     {
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
@@ -149,7 +149,7 @@ def exec_environment(environ: Mapping[str, str], place: Mapping[str, int], token
     """
     renamed = {name: value for name, value in environ.items() if name in PLACE_VARIABLES | _OF_THE_RUN}
     renamed |= {name: str(value) for name, value in place.items()}
-    gone = {*renamed, *_OF_THE_START, *(nccl_log.VARIABLES if _logs_nccl_for_run(environ) else ())}
+    gone = {*renamed, *_OF_THE_START, *(NCCL_VARIABLES if _logs_nccl_for_run(environ) else ())}
     kept = {
         name: value
         for name, value in environ.items()
@@ -211,10 +211,10 @@ def _nccl_variables(settings: RankSettings) -> dict[str, Variable]:
         names = f"={','.join(settings.nccl_interfaces)}"
         variables["NCCL_SOCKET_IFNAME"] = Variable(names, "the fastest network of all hosts")
     spans_ranks = settings.backend == "nccl" and settings.place.world_size > 1
-    if spans_ranks and settings.user.keys().isdisjoint(nccl_log.VARIABLES):
+    if spans_ranks and settings.user.keys().isdisjoint(NCCL_VARIABLES):
         logs = f"{settings.run_dir}/attempts/{settings.attempt}/logs"
         log = f"{logs}/rank-{settings.place.rank:03d}.nccl".replace("%", "%%")
-        for name, value in zip(nccl_log.VARIABLES, ("INFO", "INIT,NET", log), strict=True):
+        for name, value in zip(NCCL_VARIABLES, ("INFO", "INIT,NET", log), strict=True):
             variables[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
     return variables
 

@@ -27,7 +27,6 @@ from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.launchers.registry import launcher_named
 from clusterddp.launchers.state import read_state
 from clusterddp.network.interface import read_links
-from clusterddp.network.nccl_log import VARIABLES
 from clusterddp.network.socket_links import names_in
 from clusterddp.planning.placement import Placement, Request, read_machine
 from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
@@ -35,7 +34,7 @@ from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.processes import process_environment, python_path, rank_command
 from clusterddp.planning.program import with_absolute_paths
 from clusterddp.planning.ssh.plan import plan_ssh_placement
-from clusterddp.ranks.environment import ALONE, COOKIE, GPU, USERS, Variable, cookie
+from clusterddp.ranks.environment import ALONE, COOKIE, GPU, NCCL_VARIABLES, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
 from clusterddp.rendezvous.connection import Connection, Message, flush_all
 from clusterddp.rendezvous.handshake import JOIN_KEY
@@ -335,7 +334,7 @@ class RankWorker(Worker):
             for name, variable in variables.items()
             if name.startswith("CLUSTERDDP_")
             or variable.origin == USERS
-            or not (self.environ.get(name) or name in VARIABLES)  # no supervisor reads NCCL's log
+            or not (self.environ.get(name) or name in NCCL_VARIABLES)  # no supervisor reads NCCL's log
         }
         node = gang.node_of(rank)
         kept[COOKIE] = Variable(cookie(decided.token, f"w{node.node_rank}"), "the run")

@@ -25,7 +25,7 @@ def order(**changes: object) -> SupervisorOrder:
         "over_ssh": True,
         "hold": (7, 8),
         "tasks": 9,
-        "slurm": JobOrder(job_id="12", restart_count=1, used_restarts=2, job_tag="tag", heads=("n1",)),
+        "job": JobOrder(job_id="12", restart_count=1, used_restarts=2, job_tag="tag", heads=("n1",)),
     }
     return SupervisorOrder(**(fields | changes))
 
