@@ -24,7 +24,7 @@ from clusterddp.planning.program import (
     with_absolute_paths,
 )
 from clusterddp.planning.seal import hint, is_granted, sealed
-from clusterddp.planning.slurm import place as slurm_place
+from clusterddp.planning.slurm import job as slurm_place
 from clusterddp.planning.slurm.job import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
 from clusterddp.planning.ssh import plan as ssh_plan
 from clusterddp.planning.ssh.plan import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home

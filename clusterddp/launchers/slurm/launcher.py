@@ -17,9 +17,7 @@ from clusterddp.launchers.slurm.state import ask_slurm
 from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.planning.processes import EXEC_MODULE, python_path, travelling_variables
 from clusterddp.planning.program import TRAINER
-from clusterddp.planning.slurm.after import find_dependency
-from clusterddp.planning.slurm.container import IMPORT_PATH
-from clusterddp.planning.slurm.options import without_waiting
+from clusterddp.planning.slurm.job import IMPORT_PATH, find_dependency, without_waiting
 from clusterddp.results.sync import Synchroniser
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir

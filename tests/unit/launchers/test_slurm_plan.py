@@ -19,8 +19,7 @@ from clusterddp.launchers.slurm.launcher import SlurmLauncher, write_variables
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
 from clusterddp.planning.prerequisites import check_trainer
-from clusterddp.planning.slurm.container import _TASK
-from clusterddp.planning.slurm.options import Options, memory_text, without_waiting
+from clusterddp.planning.slurm.job import _TASK, Options, memory_text, without_waiting
 from clusterddp.run.attempts import AttemptEnd, end_run
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run, write_run

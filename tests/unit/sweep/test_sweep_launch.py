@@ -18,7 +18,7 @@ import pytest
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
-from clusterddp.planning.slurm.after import find_dependency
+from clusterddp.planning.slurm.job import find_dependency
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
