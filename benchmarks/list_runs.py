@@ -19,8 +19,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from clusterddp.places.slurm.jobs import SEPARATOR
 from clusterddp.run.directory import RunDir
-from clusterddp.slurm.jobs import SEPARATOR
 from tests.support.handmade_runs import train
 from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run, name_of_job
 from tests.support.paths import ROOT

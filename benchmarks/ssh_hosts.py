@@ -41,7 +41,7 @@ from tests.testbed.rack import running_rack
 CONNECT = """
 import json, os, resource, sys, threading
 from clusterddp.errors import SshError
-from clusterddp.ssh.connections import Fan, connect_all
+from clusterddp.places.ssh.connections import Fan, connect_all
 hosts = sys.argv[1].split(",")
 made = connect_all(hosts, environ=os.environ)
 assert not [error for error in made.values() if isinstance(error, SshError)], made
@@ -58,9 +58,9 @@ print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUS
 """
 AGENTS = """
 import json, os, resource, sys, threading
-from clusterddp.remote.session import Session
-from clusterddp.planning.ssh.plan import HostAccess
-from clusterddp.remote.sessions import open_sessions
+from clusterddp.places.ssh.session import Session
+from clusterddp.plan.ssh import HostAccess
+from clusterddp.places.ssh.sessions import open_sessions
 accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
 made = open_sessions(accesses, environ=os.environ)
 assert all(isinstance(session, Session) for session in made.values()), made

@@ -85,9 +85,10 @@ def trace(owner, name, show=None):
 
 import clusterddp.cli.main
 import clusterddp.cli.submit
-import clusterddp.submission.submit as submit
-from clusterddp.launchers.ssh import launcher as ssh
-from clusterddp.remote import session, sessions
+import clusterddp.submit.submit as submit
+from clusterddp.places.ssh import launcher as ssh
+from clusterddp.places.ssh import sessions
+from clusterddp.places.ssh import session
 rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")
 for name in ("open_host_sessions", "preflight", "upload_run", "lease_gpus", "settle_network", "_prepare"):

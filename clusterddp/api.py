@@ -15,8 +15,8 @@ from clusterddp.run.find import find_run
 from clusterddp.system.files import read_jsonl
 
 if TYPE_CHECKING:
-    from clusterddp.planning.plan import Plan
-    from clusterddp.results.sync import Synchroniser
+    from clusterddp.places.ssh.sync import Synchroniser
+    from clusterddp.plan.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
 DEFAULT_RUNS_DIR = "runs"
@@ -43,8 +43,8 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the run has ended, at most `timeout_s`; return its state then."""
-        from clusterddp.submission.notices import PATIENCE_S, send_left
-        from clusterddp.submission.submit import wait
+        from clusterddp.submit.notices import PATIENCE_S, send_left
+        from clusterddp.submit.submit import wait
 
         with self._sync() as sync:
             view = wait(RunDir(self.path), timeout_s, sync=sync)
@@ -55,7 +55,7 @@ class Run:
 
     def status(self) -> dict[str, Any]:
         """Return what `clusterddp status -o json` prints."""
-        from clusterddp.look.status import read_status
+        from clusterddp.view.status import read_status
 
         with self._sync() as sync:
             sync.update()
@@ -67,7 +67,7 @@ class Run:
 
     def logs(self, rank: int = 0) -> str:
         """Return the output of a rank of the newest attempt: its standard output, then its standard error."""
-        from clusterddp.look.logs import read_logs
+        from clusterddp.view.logs import read_logs
 
         run = RunDir(self.path)
         with self._sync() as sync:
@@ -79,7 +79,7 @@ class Run:
 
     def cancel(self, *, save: bool = False) -> str:
         """End the run, with `save` after a checkpoint; return a sentence on the result."""
-        from clusterddp.submission.cancel import cancel
+        from clusterddp.submit.cancel import cancel
 
         return cancel(RunDir(self.path), save=save)
 
@@ -94,8 +94,8 @@ class Run:
         Raises: RankError: the function raised an exception; it has the rank's traceback. RunFailedError,
         RunCancelledError: the run ended otherwise. UsageError: the run is of no function, or another user's.
         """
-        from clusterddp.launchers.state import read_state
-        from clusterddp.submission.functions import read_results
+        from clusterddp.places.functions import read_results
+        from clusterddp.places.state import read_state
 
         self.wait()
         return read_results(RunDir(self.path), read_state(RunDir(self.path)))
@@ -108,7 +108,7 @@ class Run:
 
     def _sync(self) -> Synchroniser:
         """Return what downloads the files of a run on SSH hosts before they are read."""
-        from clusterddp.results.sync import Synchroniser
+        from clusterddp.places.ssh.sync import Synchroniser
 
         return Synchroniser([RunDir(self.path)], os.environ)
 
@@ -156,14 +156,14 @@ def plan(
 
     Raises: ClusterddpError: the submit would fail, with the reason.
     """
-    from clusterddp.planning.placement import Request
-    from clusterddp.planning.plan import plan_run
+    from clusterddp.plan.placement import Request
+    from clusterddp.plan.plan import plan_run
 
     place = Path.cwd() if working_dir is None else Path(working_dir)
     request = Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ)
     if callable(spec):
+        from clusterddp.places.functions import paths_of_ranks, pickle_call
         from clusterddp.spec.yamlfile import flow_yaml
-        from clusterddp.submission.functions import paths_of_ranks, pickle_call
 
         call = pickle_call(spec, args, kwargs or {})
         source = f"name: {flow_yaml(call.name)}\n" if base is None else base
@@ -201,8 +201,8 @@ def submit(
 
     Raises: ClusterddpError: nothing was started.
     """
-    from clusterddp.planning.plan import Plan
-    from clusterddp.submission.submit import submit as carry_out
+    from clusterddp.plan.plan import Plan
+    from clusterddp.submit.submit import submit as carry_out
 
     if isinstance(spec, Plan):
         if overrides or args or kwargs or base or profile or hosts or runs_dir:

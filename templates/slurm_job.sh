@@ -9,4 +9,4 @@ if [ -n "${4-}" ]; then
     LD_LIBRARY_PATH=$4
     export LD_LIBRARY_PATH
 fi
-exec "$1" -m clusterddp.launchers.slurm.batch "$2"
+exec "$1" -m clusterddp.places.slurm.batch "$2"

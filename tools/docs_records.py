@@ -17,12 +17,12 @@ from docs_pictures import status_json
 from docs_text import cell, head, items, page
 
 from clusterddp.cli.main import WITHOUT_JSON
-from clusterddp.look import ranks, status
-from clusterddp.look.events import Stopping
-from clusterddp.look.timeline import Times
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.state import RunState
 from clusterddp.run.sweep import SweepDir
+from clusterddp.view import ranks, status
+from clusterddp.view.events import Stopping
+from clusterddp.view.timeline import Times
 
 
 def files_page() -> str:

@@ -25,7 +25,7 @@ from clusterddp.run.sweep import SweepDir, sweep_of
 from clusterddp.run.usage import parse_age
 
 if TYPE_CHECKING:
-    from clusterddp.login.commands import Argument
+    from clusterddp.cli.login_node.commands import Argument
     from clusterddp.spec.layers import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -306,7 +306,7 @@ class HostName(click.types.StringParamType):
     name = "host"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-        from clusterddp.ssh.config import config_names, home
+        from clusterddp.places.ssh.config import config_names, home
 
         names = config_names(home() / ".ssh" / "config")
         return [CompletionItem(name) for name in names if name.startswith(incomplete)]

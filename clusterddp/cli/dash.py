@@ -24,14 +24,14 @@ import click
 from clusterddp.cli.arguments import command, runs_option
 from clusterddp.cli.terminal import Terminal, say
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.state import announce, read_state
+from clusterddp.places.state import announce, read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_gang, read_run
 from clusterddp.system.files import open_regular
 
 if TYPE_CHECKING:
-    from clusterddp.look.status import RunSummary
+    from clusterddp.view.status import RunSummary
 
 DEFAULT_PORT = 8271
 LOOPBACK = "127.0.0.1"
@@ -109,7 +109,7 @@ class _Runs:
             return self._newest, self._total
 
     def _read(self, limit: int) -> tuple[list[RunSummary], int]:
-        from clusterddp.look.status import read_summary
+        from clusterddp.view.status import read_summary
 
         runs = list_runs(self._runs_dir)
         newest = runs[: -limit - 1 : -1]
@@ -194,7 +194,7 @@ class _Handler(BaseHTTPRequestHandler):
         if path == "/log":
             rank, stream = _rank_and_stream(query)
             return pages.draw_log(runs[0].name, rank, stream, ranks=ranks)
-        from clusterddp.look.report import read_reports
+        from clusterddp.view.report import read_reports
 
         reports = read_reports(runs, server.environ)
         return pages.draw_run(reports[0], ranks=ranks) if len(runs) == 1 else pages.draw_comparison(reports)

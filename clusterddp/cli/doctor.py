@@ -10,10 +10,10 @@ import click
 
 from clusterddp.cli.arguments import KeyValue, Place, collected, command, output_option, place_options, runs_option
 from clusterddp.cli.login import profile_option, start_at_login
+from clusterddp.cli.login_node.record import find_node
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.login.record import find_node
-from clusterddp.look.printable import printable
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.facts.checks import Check
@@ -103,15 +103,15 @@ def _check(
 ) -> tuple[list[Check], dict[str, Any]]:
     """Return the checks, and what -o json has beside them."""
     if resolved is not None and depth.deep:
-        from clusterddp.check.ranks import measure_ranks
+        from clusterddp.doctor.ranks import measure_ranks
 
         return measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=depth.timeout_s, report=say)
     if resolved is not None and resolved.job.launcher == "ssh":
-        from clusterddp.check.hosts import check_hosts
+        from clusterddp.doctor.hosts import check_hosts
 
         checks, ways = check_hosts(resolved, runs_dir, terminal.environ)
         return checks, {"ways": ways}
-    from clusterddp.check.cluster import check_cluster
+    from clusterddp.doctor.cluster import check_cluster
 
     checks = check_cluster(
         resolved, runs_dir, terminal.environ, with_job=depth.with_job, timeout_s=depth.timeout_s, report=say

@@ -39,10 +39,10 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
     clusterddp exec RUN -- nvidia-smi
     clusterddp exec RUN --rank 5 -- sh -c 'df -h . && ls'
     """
-    from clusterddp.launchers.registry import launcher_named
-    from clusterddp.planning.processes import python_path
+    from clusterddp.places.registry import launcher_named
+    from clusterddp.places.slurm.commands import slurm_environment
+    from clusterddp.plan.processes import python_path
     from clusterddp.run.record import read_run
-    from clusterddp.slurm.commands import slurm_environment
 
     run = RunDir(find_run(runs_dir, name).path.absolute())
     record = read_run(run)
@@ -63,8 +63,8 @@ def _find_running(run: RunDir, rank: int, terminal: Terminal) -> tuple[int, Rank
     Raises: UsageError: it does not run, or the run is another user's. PreflightError: its machine or Slurm does not
     answer.
     """
-    from clusterddp.launchers.state import read_state
-    from clusterddp.results.sync import Synchroniser
+    from clusterddp.places.ssh.sync import Synchroniser
+    from clusterddp.places.state import read_state
     from clusterddp.run.record import read_rank
     from clusterddp.run.state import RunState
 

@@ -11,13 +11,13 @@ import click
 from clusterddp.cli.arguments import HostName, command, output_option
 from clusterddp.cli.terminal import Terminal, confirm, put, put_json, say, say_error, table
 from clusterddp.errors import PreflightError, SshError, UsageError
-from clusterddp.look.printable import printable
 from clusterddp.system.units import format_count
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.ssh.config import Destination
-    from clusterddp.ssh.connections import Connection
-    from clusterddp.ssh.keys import HostKey
+    from clusterddp.places.ssh.config import Destination
+    from clusterddp.places.ssh.connections import Connection
+    from clusterddp.places.ssh.keys import HostKey
 
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -31,8 +31,8 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
 
     Exit code 3 when any host fails; the command that fixes it is printed below the host.
     """
+    from clusterddp.places.ssh.connections import connect_all
     from clusterddp.spec.hosts import expand_all
-    from clusterddp.ssh.connections import connect_all
 
     results = connect_all(expand_all(hosts), environ=terminal.environ)
     found = {host: _measure(result) for host, result in results.items()}
@@ -59,8 +59,8 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     clusterddp hosts trust node[1-4]
     clusterddp hosts trust --yes node1=SHA256:...    when the fingerprint is known from elsewhere
     """
-    from clusterddp.ssh.connections import scan_all
-    from clusterddp.ssh.keys import add_known_hosts, check_expected
+    from clusterddp.places.ssh.connections import scan_all
+    from clusterddp.places.ssh.keys import add_known_hosts, check_expected
 
     names, expected = _parse_expected(hosts)
     if yes and (missing := [name for name in names if name not in expected]):
@@ -139,8 +139,8 @@ def _unknown(
     names: Sequence[str], expected: dict[str, str], terminal: Terminal
 ) -> tuple[list[Destination], list[SshError]]:
     """Return the hosts that known_hosts does not list, and the errors of the others."""
-    from clusterddp.ssh.config import resolve
-    from clusterddp.ssh.keys import check_known, read_known_keys
+    from clusterddp.places.ssh.config import resolve
+    from clusterddp.places.ssh.keys import check_known, read_known_keys
 
     unknown: list[Destination] = []
     failed: list[SshError] = []

@@ -15,9 +15,9 @@ import click
 
 from clusterddp.cli.arguments import HostName, collected, command
 from clusterddp.cli.login import ask_login, profile_option
+from clusterddp.cli.login_node.record import Node, find_node
 from clusterddp.cli.terminal import Terminal, put, say, say_note
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.login.record import Node, find_node
 from clusterddp.system.files import write_text
 from clusterddp.system.templates import read_template
 
@@ -150,7 +150,7 @@ def _choose_launcher(answers: Answers, terminal: Terminal, *, has_login: bool) -
 
 
 def _fill_slurm(text: str, answers: Answers, terminal: Terminal, node: Node | None) -> tuple[str, list[str]]:
-    from clusterddp.slurm.first_spec import slurm_spec
+    from clusterddp.places.slurm.first_spec import slurm_spec
 
     partition = answers.partition or answers.given_text("slurm.partition")
     if node is not None:
@@ -187,9 +187,9 @@ def _fill_hosts(text: str, answers: Answers) -> tuple[str, list[str]]:
 
 def _offered_hosts() -> str | None:
     """Return the hosts of ./hostfile, or those that ~/.ssh/config names, as --hosts takes them."""
+    from clusterddp.places.ssh.config import home, machine_names
     from clusterddp.spec.hosts import read_hostfile
     from clusterddp.spec.tree import ListNode, Mapping, Scalar
-    from clusterddp.ssh.config import home, machine_names
 
     hostfile = Path("hostfile")
     if not hostfile.is_file():

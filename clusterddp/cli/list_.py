@@ -20,19 +20,19 @@ from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_note
 from clusterddp.cli.text.run_list import list_lines
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.state import read_state
-from clusterddp.look.printable import printable
-from clusterddp.results.sync import Synchroniser
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.run.usage import measure_run
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.look.status import RunSummary
     from clusterddp.run.record import RunRecord
     from clusterddp.run.state import RunView
+    from clusterddp.view.status import RunSummary
 
 _TIMEOUT_S = 6.0
 """How long `list` waits for the hosts of runs."""
@@ -147,7 +147,7 @@ def _select(
 
     `counts` False: only as far as is needed. `measures`: also what they take on disk.
     """
-    from clusterddp.look.status import read_summary
+    from clusterddp.view.status import read_summary
 
     at_once = max(limit, _RUNS_AT_ONCE) if selection.selects or selection.order else limit
     selected: list[RunSummary] = []
@@ -174,7 +174,7 @@ def _selected(
     runs: Iterator[RunDir], selection: Selection, terminal: Terminal, *, at_once: int
 ) -> Iterator[tuple[RunDir, RunRecord, RunView]]:
     """Yield the runs that are selected; Slurm is asked once for `at_once` of them, and each host once."""
-    from clusterddp.launchers.state import announce
+    from clusterddp.places.state import announce
 
     while batch := list(itertools.islice(runs, at_once)):
         with Synchroniser(batch, terminal.environ, report=say_note) as sync:

@@ -9,17 +9,17 @@ import time
 from typing import TYPE_CHECKING, BinaryIO, TextIO
 
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, json_text, say, writing_stdout
-from clusterddp.look.printable import printable
-from clusterddp.results.sync import NO_HOSTS, Synchroniser
+from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_gang
 from clusterddp.system.units import format_count
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
-    from clusterddp.look.logs import LogPiece, LogQuery, NewAttempt
     from clusterddp.run.state import RunView
+    from clusterddp.view.logs import LogPiece, LogQuery, NewAttempt
 
 _LOOK_EVERY_S = 1.0
 
@@ -40,7 +40,7 @@ def write_logs(
 
     `escape` None: escape control characters when the stream is a terminal. `as_json`: each line is an object.
     """
-    from clusterddp.look.logs import LogQuery, follow_logs, format_piece, read_logs
+    from clusterddp.view.logs import LogQuery, follow_logs, format_piece, read_logs
 
     query = query or LogQuery()
     chosen = _fetch_logs(run, ranks, sync, query, follow=follow)
@@ -59,7 +59,7 @@ def write_logs(
 
 
 def _json_line(piece: LogPiece) -> bytes:
-    from clusterddp.look.logs import json_piece
+    from clusterddp.view.logs import json_piece
 
     return json_text(json_piece(piece), indent=None).encode() + b"\n"
 
@@ -71,7 +71,7 @@ def _write_pieces(
     state_line: StateLine,
 ) -> bytes:
     """Write pieces as they come, and the state while there are none; return the last one."""
-    from clusterddp.look.logs import LogPiece, NewAttempt
+    from clusterddp.view.logs import LogPiece, NewAttempt
 
     last = b""
     for piece in pieces:
@@ -106,7 +106,7 @@ class StateLine:
 
     def show(self) -> None:
         """Draw the state, about once a second; remove it where the ranks run and have printed something."""
-        from clusterddp.launchers.state import read_state
+        from clusterddp.places.state import read_state
 
         now = time.monotonic()
         if not self._draws or now < self._look_at:
@@ -139,7 +139,7 @@ class StateLine:
 
 def starting_text(run: RunDir, view: RunView) -> str:
     """Write the state of a run that has printed nothing, with the number of ranks that have started."""
-    from clusterddp.look.ranks import count_started
+    from clusterddp.view.ranks import count_started
 
     state, facts = view.state.value, [printable(view.reason)] if view.reason else []
     if view.attempt is not None and view.end is None:
@@ -155,7 +155,7 @@ def starting_text(run: RunDir, view: RunView) -> str:
 
 def _fetch_logs(run: RunDir, ranks: str, sync: Synchroniser, query: LogQuery, *, follow: bool) -> tuple[int, ...]:
     """Choose the ranks whose logs are shown, and copy those of remote hosts here; return the ranks."""
-    from clusterddp.look.logs import choose_ranks, lacks_times
+    from clusterddp.view.logs import choose_ranks, lacks_times
 
     if follow or ranks == "failed":
         sync.update()

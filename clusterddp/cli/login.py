@@ -12,9 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import click
 
 from clusterddp.cli.arguments import given_arguments
-from clusterddp.cli.terminal import Terminal, say, say_note, writing_stdout
-from clusterddp.errors import RunNotFoundError, UsageError
-from clusterddp.login.record import (
+from clusterddp.cli.login_node.record import (
     AT_LOGIN,
     FirstLine,
     Node,
@@ -27,12 +25,14 @@ from clusterddp.login.record import (
     list_sent_runs,
     node_of_run,
 )
-from clusterddp.look.printable import printable
+from clusterddp.cli.terminal import Terminal, say, say_note, writing_stdout
+from clusterddp.errors import RunNotFoundError, UsageError
 from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.login.commands import Argument, LoginCommand
+    from clusterddp.cli.login_node.commands import Argument, LoginCommand
     from clusterddp.spec.load import ResolvedSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -74,7 +74,7 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path, discard: bool) -> int:
     """Run the current command, which has read a spec, on the login node, with its code."""
-    from clusterddp.login.commands import SPEC, plan_command
+    from clusterddp.cli.login_node.commands import SPEC, plan_command
 
     context = click.get_current_context()
     terminal: Terminal = context.obj
@@ -99,7 +99,7 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
 
     Raises: click.exceptions.Exit: with its exit code, when that is not 0.
     """
-    from clusterddp.login.commands import LoginCommand
+    from clusterddp.cli.login_node.commands import LoginCommand
 
     context = click.get_current_context()
     answer = bytearray()
@@ -179,7 +179,7 @@ class _Output:
 
 def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
     """Run the current command on the login node, with some values changed."""
-    from clusterddp.login.commands import LoginCommand, exec_at_login
+    from clusterddp.cli.login_node.commands import LoginCommand, exec_at_login
 
     arguments = given_arguments(context, changed, [])
     if context.info_name == "exec":
@@ -194,7 +194,7 @@ def _run(
     *,
     write_out: Callable[[bytes], object] | None = None,
 ) -> int:
-    from clusterddp.login.commands import run_at_login
+    from clusterddp.cli.login_node.commands import run_at_login
 
     params = context.params
     submits = context.info_name in _STARTING and not params.get("dry_run")

@@ -28,15 +28,15 @@ from clusterddp.cli.terminal import (
     to_columns,
 )
 from clusterddp.errors import ClusterddpError, PreflightError, SshError, UsageError
-from clusterddp.look.printable import printable
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
 from clusterddp.system.units import format_bytes, format_count
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.look.ps import Machines
     from clusterddp.run.leftovers import Ended, RunHere
     from clusterddp.run.stored import Removed, Storage
+    from clusterddp.view.ps import Machines
 
 _PIDS_SHOWN = 6
 _ORPHANED = "orphaned"
@@ -65,9 +65,9 @@ class Selection:
 
         Raises: UsageError: the run is on Slurm.
         """
-        from clusterddp.look.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
-        from clusterddp.planning.ssh.plan import HostAccess
+        from clusterddp.plan.ssh import HostAccess
         from clusterddp.spec.hosts import expand_all
+        from clusterddp.view.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
 
         root = self.root or DEFAULT_ROOT
         if self.hosts:

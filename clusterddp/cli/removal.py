@@ -30,9 +30,8 @@ from clusterddp.cli.terminal import (
     to_columns,
 )
 from clusterddp.errors import ClusterddpError, SshError, UsageError
-from clusterddp.launchers.state import announce, read_state
-from clusterddp.look.printable import printable
-from clusterddp.results.sync import Synchroniser
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.places.state import announce, read_state
 from clusterddp.run.code import store_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
@@ -51,10 +50,11 @@ from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
 from clusterddp.run.usage import Usage, expires_at, measure_run
 from clusterddp.system.directories import finish_removals
 from clusterddp.system.units import format_bytes, format_count
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.planning.ssh.plan import HostAccess
-    from clusterddp.results.host_run import HostRun
+    from clusterddp.places.ssh.host_run import HostRun
+    from clusterddp.plan.ssh import HostAccess
 
 _HOSTS_TIMEOUT_S = 6.0
 """How long the hosts of runs that have not ended may take to answer."""
@@ -228,7 +228,7 @@ class Removal:
 
     def _ended(self, runs: list[RunDir], *, explicit: bool) -> Iterator[Candidate]:
         """Yield the runs that have ended; the others are refused if the user named them."""
-        from clusterddp.results.host_run import find_host_runs
+        from clusterddp.places.ssh.host_run import find_host_runs
 
         with Synchroniser(runs, self.environ, report=self.report) as sync:
             sync.update(timeout_s=_HOSTS_TIMEOUT_S)
@@ -305,8 +305,8 @@ def _refuse_live_queue(sweep: SweepDir) -> None:
 
 def _remove_on_hosts(candidates: Sequence[Candidate], environ: Mapping[str, str]) -> dict[str, ClusterddpError]:
     """Remove the directories of runs on their hosts; return, by run, why one is still there."""
-    from clusterddp.look.ps import Hosts
-    from clusterddp.results.host_run import find_host_runs
+    from clusterddp.places.ssh.host_run import find_host_runs
+    from clusterddp.view.ps import Hosts
 
     groups: dict[tuple[HostAccess, ...], list[HostRun]] = {}
     kept: dict[str, ClusterddpError] = {}

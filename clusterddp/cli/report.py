@@ -14,18 +14,18 @@ from clusterddp.cli.arguments import RunName, command, output_option, runs_optio
 from clusterddp.cli.login import ask_login, node_of_all, profile_option
 from clusterddp.cli.terminal import Terminal, put, put_json, say, say_note, writing_stdout
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.launchers.state import read_state
-from clusterddp.look.printable import printable
-from clusterddp.results.host_run import is_on_hosts
-from clusterddp.results.sync import Synchroniser
+from clusterddp.places.ssh.host_run import is_on_hosts
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.find import find_run
 from clusterddp.run.record import log_event
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import write_text
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.look.report import RunReport
+    from clusterddp.view.report import RunReport
 
 _STDOUT = "-"
 
@@ -81,7 +81,7 @@ def compare(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], 
             sys.stdout.buffer.write(answer)
         return
     from clusterddp.cli.text.compare import compare_lines
-    from clusterddp.look.report import compare as compare_runs
+    from clusterddp.view.report import compare as compare_runs
 
     runs = _find_runs(runs_dir, names)
     if len(runs) < 2:
@@ -103,7 +103,7 @@ def write_fetched_report(run: RunDir, environ: Mapping[str, str]) -> None:
         if not is_on_hosts(run) or is_of_another_user(run.path) or not read_state(run).finished:
             return
         from clusterddp.cli.page.pages import draw_report  # most runs have none to write
-        from clusterddp.look.report import read_reports
+        from clusterddp.view.report import read_reports
 
         newest = run.newest_attempt()
         if not run.report.exists() or run.report.stat().st_mtime < newest.path.stat().st_mtime:
@@ -126,7 +126,7 @@ def _find_runs(runs_dir: Path, names: Sequence[str]) -> list[RunDir]:
 
 def _read(runs: Sequence[RunDir], terminal: Terminal) -> list[RunReport]:
     """Read all that is known of runs, after their results are copied back."""
-    from clusterddp.look.report import read_reports
+    from clusterddp.view.report import read_reports
 
     with Synchroniser(list(runs), terminal.environ, report=say_note) as sync:
         sync.update()

@@ -27,19 +27,19 @@ from clusterddp.cli.watch import (
     watch_until_ended,
 )
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.launchers.state import read_state
-from clusterddp.look.printable import printable
-from clusterddp.results.host_run import is_unknown, raise_if_unknown
-from clusterddp.results.sync import Synchroniser
+from clusterddp.places.ssh.host_run import is_unknown, raise_if_unknown
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.look.logs import LogQuery
-    from clusterddp.look.status import RunStatus
+    from clusterddp.view.logs import LogQuery
+    from clusterddp.view.status import RunStatus
 
 
 @command("status")
@@ -100,7 +100,7 @@ class LogOptions:
 
         Raises: UsageError: --since or --grep is not understood.
         """
-        from clusterddp.look.logs import LogQuery, parse_pattern, parse_since
+        from clusterddp.view.logs import LogQuery, parse_pattern, parse_since
 
         return LogQuery(
             attempt=self.attempt,
@@ -180,7 +180,7 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, output: str,
     The exit code is 0 completed, 5 failed, 6 cancelled; 1 when it has not ended after --timeout seconds. With -o json
     its status, or that of the runs of a sweep, follows on standard output.
     """
-    from clusterddp.look.status import read_status
+    from clusterddp.view.status import read_status
 
     sweep = find_sweep(runs_dir, name)
     if sweep:
@@ -206,8 +206,8 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, output: str,
 @click.pass_obj
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: str, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
-    from clusterddp.submission.cancel import cancel as cancel_run
-    from clusterddp.sweep.array import cancel_sweep
+    from clusterddp.submit.cancel import cancel as cancel_run
+    from clusterddp.submit.sweep_array import cancel_sweep
 
     exit_code = 0
     results: list[dict[str, str | None]] = []
@@ -244,8 +244,8 @@ COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel}
 def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str]) -> RunStatus:
     """Read the run's status; of a run that has ended, after its results are copied back."""
     from clusterddp.cli.report import write_fetched_report
-    from clusterddp.look.status import read_status
-    from clusterddp.submission.notices import send_left
+    from clusterddp.submit.notices import send_left
+    from clusterddp.view.status import read_status
 
     sync.update()
     view = read_state(run)

@@ -11,9 +11,9 @@ import click
 from clusterddp.cli.arguments import command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, duration, put, put_json
-from clusterddp.look.printable import printable
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.find import find_run
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.run.stacks import Folded, RankStack, StackReport
@@ -43,7 +43,7 @@ def stacks(terminal: Terminal, *, name: str, raw: bool, timeout_s: float, output
     It works for every script and changes nothing in the run. Of a run that has ended, the stacks of its last hang.
     """
     from clusterddp.run.stacks import fold
-    from clusterddp.submission.stacks import collect_stacks
+    from clusterddp.submit.stacks import collect_stacks
 
     run = find_run(runs_dir, name)
     report = collect_stacks(run, terminal.environ, timeout_s=timeout_s)

@@ -27,18 +27,18 @@ from clusterddp.cli.arguments import (
     start_options,
 )
 from clusterddp.cli.login import node_of_all, profile_option, start_at_login, submit_again_at_login, works_at_login
+from clusterddp.cli.login_node.record import find_node
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
 from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
-from clusterddp.login.record import find_node
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.planning.plan import Plan
-    from clusterddp.planning.program import Trial
+    from clusterddp.plan.plan import Plan
+    from clusterddp.plan.program import Trial
     from clusterddp.spec.load import ResolvedSpec
 
 
@@ -155,8 +155,8 @@ def resume(
 
     With the name of a sweep: continue what is left of it, in its queue.
     """
-    from clusterddp.look.status import may_have_saved
-    from clusterddp.submission.submit import resume as resume_run
+    from clusterddp.submit.submit import resume as resume_run
+    from clusterddp.view.status import may_have_saved
 
     sweep = find_sweep(options.runs_dir, name)
     if sweep and overrides:
@@ -203,8 +203,8 @@ def _plan(
     parent: str | None = None,
     trial: Trial | None = None,
 ) -> Plan:
-    from clusterddp.planning.placement import Request
-    from clusterddp.planning.plan import plan_run
+    from clusterddp.plan.placement import Request
+    from clusterddp.plan.plan import plan_run
 
     request = Request(
         runs_dir=options.runs_dir,
@@ -237,7 +237,7 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, or submit it and stay with the run as long as the options say; return the exit code."""
     if options.dry_run:
         return _show(plan, terminal, options)
-    from clusterddp.submission.submit import submit as submit_plan
+    from clusterddp.submit.submit import submit as submit_plan
 
     for note in plan.notes:
         say_note(note)
@@ -252,7 +252,7 @@ def _show(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
 
     verdict = None
     if plan.slurm:
-        from clusterddp.launchers.slurm.ask import ask_scheduler
+        from clusterddp.places.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.slurm, terminal.environ)
     if options.output == "json":

@@ -19,19 +19,19 @@ from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text import run_list as text
 from clusterddp.cli.watch import draw, states_until
 from clusterddp.errors import ClusterddpError, PreflightError
-from clusterddp.look.printable import printable
-from clusterddp.results.sync import Synchroniser
+from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.run.state import RunView
 from clusterddp.run.sweep import SweepDir
-from clusterddp.submission.notices import PATIENCE_S, send_left_of_sweep
+from clusterddp.submit.notices import PATIENCE_S, send_left_of_sweep
 from clusterddp.system.units import format_count
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.cli.arguments import StartOptions
-    from clusterddp.look.sweep import SweepStatus
     from clusterddp.spec.sweep import SweepSpec
-    from clusterddp.sweep.plan import SweepPlan
-    from clusterddp.sweep.queue import SubmittedSweep
+    from clusterddp.submit.sweep_plan import SweepPlan
+    from clusterddp.submit.sweep_queue import SubmittedSweep
+    from clusterddp.view.sweep import SweepStatus
 
 _POLL_INTERVAL_S = 1.0
 _PAUSE_PER_POLL = 5.0
@@ -41,8 +41,8 @@ _LINE_INTERVAL_S = 60.0
 
 def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.sweep.array import submit_sweep
-    from clusterddp.sweep.plan import plan_sweep
+    from clusterddp.submit.sweep_array import submit_sweep
+    from clusterddp.submit.sweep_plan import plan_sweep
 
     if options.attach:
         raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
@@ -58,7 +58,7 @@ def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
 
 def resume(sweep: SweepDir, terminal: Terminal, options: StartOptions) -> int:
     """Continue the unfinished runs of a sweep, and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.sweep.queue import resume_sweep
+    from clusterddp.submit.sweep_queue import resume_sweep
 
     _refuse_follow(options)
     return _stay_with(resume_sweep(sweep), terminal, options, verb="resumed")
@@ -85,7 +85,7 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool)
 
 
 def _read_status(sweep: SweepDir, sync: Synchroniser) -> SweepStatus:
-    from clusterddp.look.sweep import read_sweep_status
+    from clusterddp.view.sweep import read_sweep_status
 
     sync.update()
     return read_sweep_status(sweep)
@@ -151,7 +151,7 @@ def _show_plan(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> in
     """Show the plan of a sweep and the scheduler's answer to it; return the exit code."""
     verdict = None
     if plan.job:
-        from clusterddp.launchers.slurm.ask import ask_scheduler
+        from clusterddp.places.slurm.ask import ask_scheduler
 
         verdict = ask_scheduler(plan.job, terminal.environ)
     if options.output == "json":

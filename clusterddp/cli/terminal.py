@@ -17,7 +17,7 @@ from typing import Any
 import click
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.look.printable import UNSAFE, printable
+from clusterddp.view.printable import UNSAFE, printable
 
 _OURS = re.compile(r"(\n|\x1b\[(?:[01]|3[0-7])m)")
 """The end of a line; what click.style writes for bold text and for the eight colours."""

@@ -16,20 +16,20 @@ from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.terminal import WITHOUT_REASON, Terminal, duration, put, put_json, say, say_note, state_text
 from clusterddp.cli.text.status import measures, next_steps, progress_text, root_cause_lines, warning_text
 from clusterddp.errors import ClusterddpError
-from clusterddp.look.printable import printable
-from clusterddp.results.host_run import raise_if_unknown
-from clusterddp.results.sync import NO_HOSTS, Synchroniser
+from clusterddp.places.ssh.host_run import raise_if_unknown
+from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from clusterddp.look.progress import Progress
     from clusterddp.run.attempts import Closeable
     from clusterddp.run.directory import RunDir
     from clusterddp.run.state import RunView
-    from clusterddp.submission.submit import Submitted
+    from clusterddp.submit.submit import Submitted
+    from clusterddp.view.progress import Progress
 
 _S = TypeVar("_S")
 _POLL_INTERVAL_S = 0.25
@@ -72,7 +72,7 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
 @contextlib.contextmanager
 def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
     """Let the run end with this command, however that ends."""
-    from clusterddp.submission.cancel import cancel
+    from clusterddp.submit.cancel import cancel
 
     try:
         yield
@@ -175,8 +175,8 @@ def states_until(
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
     """Copy the results back, print how the run ended, and return its exit code."""
     from clusterddp.cli.report import write_fetched_report
-    from clusterddp.look.status import find_job_log
-    from clusterddp.submission.notices import PATIENCE_S, send_left
+    from clusterddp.submit.notices import PATIENCE_S, send_left
+    from clusterddp.view.status import find_job_log
 
     fetched = sync.download()
     write_fetched_report(run, terminal.environ)
@@ -213,8 +213,8 @@ def exit_code_of(view: RunView) -> int:
 
 
 def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) -> RunView:
-    from clusterddp.launchers.state import read_state
-    from clusterddp.look.progress import read_progress
+    from clusterddp.places.state import read_state
+    from clusterddp.view.progress import read_progress
 
     begun = time.monotonic()
     while True:

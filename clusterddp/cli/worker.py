@@ -17,14 +17,14 @@ from clusterddp.cli.arguments import KeyValue, StartOptions, command, runs_optio
 from clusterddp.cli.terminal import Terminal, say, say_note
 from clusterddp.cli.watch import stay_with
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.look.printable import printable
-from clusterddp.rendezvous.handshake import JOIN_KEY
+from clusterddp.network.rendezvous.handshake import JOIN_KEY
 from clusterddp.system.units import format_count
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
+    from clusterddp.places.worker.worker import Carried, Decided, RankWorker
     from clusterddp.ranks.launched import Launched
     from clusterddp.spec.load import ResolvedSpec
-    from clusterddp.submission.worker.worker import Carried, Decided, RankWorker
 
 
 @command("worker")
@@ -89,15 +89,15 @@ def _be_rank(
     terminal: Terminal, resolved: ResolvedSpec, runs_dir: Path, resume: str | None, launched: Launched
 ) -> NoReturn:
     """Meet the other ranks, and become the rank in this process."""
-    from clusterddp.submission.worker.meeting import meet
-    from clusterddp.submission.worker.place import (
+    from clusterddp.places.worker.meeting import meet
+    from clusterddp.places.worker.place import (
         complete_launched,
         introduce,
         refuse_job,
         seat_of_rank,
         start_timeout_s,
     )
-    from clusterddp.submission.worker.worker import Decided, RankWorker
+    from clusterddp.places.worker.worker import Decided, RankWorker
 
     job, environ = resolved.job, terminal.environ
     refuse_job(job, environ)
@@ -129,9 +129,9 @@ def _be_node(
     terminal: Terminal, resolved: ResolvedSpec, runs_dir: Path, resume: str | None, node_rank: int | None
 ) -> int:
     """Meet the other machines, start the ranks of this one, and show how the run goes on until it has ended."""
-    from clusterddp.submission.worker.meeting import meet
-    from clusterddp.submission.worker.place import introduce, seat_of_node, start_timeout_s
-    from clusterddp.submission.worker.worker import Decided, NodeWorker
+    from clusterddp.places.worker.meeting import meet
+    from clusterddp.places.worker.place import introduce, seat_of_node, start_timeout_s
+    from clusterddp.places.worker.worker import Decided, NodeWorker
 
     job, environ = resolved.job, terminal.environ
     seat = seat_of_node(job, node_rank)
@@ -155,7 +155,7 @@ def _be_node(
 def _stay_with(carried: Carried, terminal: Terminal, runs_dir: Path) -> int:
     """Show how the run goes on until it has ended; its notes and the output of rank 0 on node 0 only."""
     from clusterddp.run.record import WORKER, read_run
-    from clusterddp.submission.submit import Submitted
+    from clusterddp.submit.submit import Submitted
     from clusterddp.system.files import read_json
 
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost

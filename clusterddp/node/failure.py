@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.facts.memory import explain_oom_kill
+from clusterddp.network.rendezvous.connection import Message
 from clusterddp.ranks.environment import spell_ranks
-from clusterddp.rendezvous.connection import Message
 from clusterddp.run.attempts import RootCause, loss_of_nodes, one_line, read_error_file, signal_name, spell_end
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang, Node

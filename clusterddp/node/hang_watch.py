@@ -23,11 +23,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.failure import Failure
 from clusterddp.node.link import Question
 from clusterddp.node.log import log, log_line
 from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, children_of, find_memory
-from clusterddp.rendezvous.connection import Message
 from clusterddp.run.attempts import RootCause
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang

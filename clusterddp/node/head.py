@@ -13,6 +13,7 @@ from typing import Any, Literal, Protocol
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import is_cut_off
+from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import faster_networks
 from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.failure import Failure, RankEnd, reported_failure
@@ -25,7 +26,6 @@ from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import Rendezvous
 from clusterddp.node.usage_watch import UsageWatch
 from clusterddp.ranks.environment import RENDEZVOUS_FILE, STOP_FILE, rank_cookies, spell_ranks
-from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.attempts import AttemptEnd, EndRecord, loss_of_nodes, spell_exit
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs

@@ -14,9 +14,9 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from clusterddp.network.port import bind_port
+from clusterddp.network.rendezvous.client import Attempt, Found
+from clusterddp.network.rendezvous.connection import HOST_SILENT, Connection, Loss, Message, Protocol
 from clusterddp.node.log import log_line
-from clusterddp.rendezvous.client import Attempt, Found
-from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Message, Protocol
 
 HEARTBEAT_S = 1.0
 PROCESS_ENDED = Loss("process_ended", "its process has ended")

@@ -19,6 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills
 from clusterddp.network.connections import was_connected
 from clusterddp.network.nccl_log import Transport, merge, read_transport
+from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
 from clusterddp.node.hang_watch import NodeStacks
 from clusterddp.node.log import log_line
@@ -27,7 +28,6 @@ from clusterddp.node.rank_network import RankNetwork, find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, plan_launch
 from clusterddp.node.usage_watch import NodeUsage
 from clusterddp.ranks.environment import rank_cookies
-from clusterddp.rendezvous.connection import Message
 from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node

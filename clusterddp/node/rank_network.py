@@ -22,8 +22,8 @@ from clusterddp.network.interface import (
     read_links,
 )
 from clusterddp.network.port import hold_port, reserve_port
+from clusterddp.network.rendezvous.connection import Message
 from clusterddp.network.socket_links import names_in
-from clusterddp.rendezvous.connection import Message
 from clusterddp.run.gang import Gang, Node
 
 

@@ -40,6 +40,8 @@ from typing import Protocol
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, is_cut_off, is_loopback, read_links
 from clusterddp.network.port import walk_ports
+from clusterddp.network.rendezvous.client import Search
+from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import report_links
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.guard import Guard, clean_up
@@ -53,8 +55,6 @@ from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children, RankStarter
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.rendezvous.client import Search
-from clusterddp.rendezvous.connection import Loss, Message
 from clusterddp.run.attempts import AttemptEnd, close_attempt, failed_by, loss_of_nodes, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.supervisors import JobOrder, SupervisorOrder

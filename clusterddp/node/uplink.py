@@ -11,13 +11,13 @@ from collections import deque
 from typing import Protocol
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.rendezvous.client import Attempt, AuthenticatedAttempt, Found, Search
+from clusterddp.network.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
+from clusterddp.network.rendezvous.server import Arrival, Server
 from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
 from clusterddp.node.link import SUPERVISORS, Limits, Peer, given_up
 from clusterddp.node.log import log_line
-from clusterddp.rendezvous.client import Attempt, AuthenticatedAttempt, Found, Search
-from clusterddp.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
-from clusterddp.rendezvous.server import Arrival, Server
 from clusterddp.run.gang import Gang
 from clusterddp.run.supervisors import Link
 

@@ -16,12 +16,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.link import Question
 from clusterddp.node.log import log, log_line
 from clusterddp.node.processes import start_into_memory
 from clusterddp.node.rank_probe import AskedRank, children_of, find_memory
 from clusterddp.node.stack_hook import PACE
-from clusterddp.rendezvous.connection import Message
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.rank_usage import RankUsage, Straggler, UsageReport, warn_of, write_usage

@@ -18,7 +18,7 @@ from typing import Any, Literal, TypedDict, TypeVar
 
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.slurm.identity import is_tag
+from clusterddp.run.job_tag import is_tag
 from clusterddp.system.files import append_jsonl, build_record, read_record, write_json
 from clusterddp.system.processes import read_process
 

@@ -48,14 +48,14 @@ class Answering:
 
 
 def _session(answer: Callable[[bytes], bytes]) -> Any:
-    from clusterddp.remote.session import Session
+    from clusterddp.places.ssh.session import Session
 
     channel = Answering(answer)
     return Session(host="gpu01", connection=channel, channel=channel)  # type: ignore[arg-type]
 
 
 def answers() -> Target:
-    from clusterddp.agent.operations import HELLO, OPERATIONS
+    from clusterddp.places.ssh.agent.operations import HELLO, OPERATIONS
 
     examples = [
         Example(value={"ok": True, "size": 0, **_object(operation.answer)}, what=do)
@@ -102,10 +102,10 @@ def value_of(kind: Any) -> Any:  # noqa: PLR0911  one return for each kind of ty
 
 def mirrored(root: Path) -> Target:
     """Download a run from a host whose real answers are mutated on their way."""
-    from clusterddp.agent.operations import Host
-    from clusterddp.look.status import read_status
-    from clusterddp.results.download import download
-    from clusterddp.results.host_run import HostRun, Wants, newest_attempt, report_of, update_reports
+    from clusterddp.places.ssh.agent.operations import Host
+    from clusterddp.places.ssh.download import download
+    from clusterddp.places.ssh.host_run import HostRun, Wants, newest_attempt, report_of, update_reports
+    from clusterddp.view.status import read_status
 
     host = Host(root=root / "host", package=root, patience_s=600)
     there = make_run(root / "host" / "runs", "hosts.01234567")
@@ -169,7 +169,7 @@ def _mutated(rng: random.Random, said: bytes) -> bytes:
 
 
 def _ask_agent(host: Any, request: bytes, body: bytes = b"") -> bytes:
-    from clusterddp.agent.main import answer_one
+    from clusterddp.places.ssh.agent.main import answer_one
 
     answers = io.BytesIO()
     answer_one(host, request, io.BytesIO(body), answers)
@@ -180,7 +180,7 @@ def requests(root: Path) -> Target:
     """Ask the agent, as a launcher of the same user does; it may receive any place of that user."""
     import json
 
-    from clusterddp.agent.operations import Host
+    from clusterddp.places.ssh.agent.operations import Host
 
     name, sum_ = "asked.01234567", "0" * 64
     part = {"path": "metrics.jsonl", "offset": 0, "limit": 100}

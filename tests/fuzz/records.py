@@ -103,7 +103,7 @@ def _failed(runs_dir: Path) -> Path:
 
 def _on_hosts(runs_dir: Path) -> Path:
     """Make a run over SSH whose plan has no seal: its hosts are not asked."""
-    from clusterddp.planning.ssh.plan import SshNode, SshPlan
+    from clusterddp.plan.ssh import SshNode, SshPlan
     from clusterddp.run.host_reports import HostReport, start_of, write_reports
 
     run = make_run(runs_dir, "hosts")
@@ -160,7 +160,7 @@ def _swept(runs_dir: Path) -> Iterator[Path]:
 
 
 def login_notes(root: Path) -> Target:
-    from clusterddp.login.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
+    from clusterddp.cli.login_node.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
 
     runs_dir = root / "work" / "sent"
     make_run(runs_dir, "here")
@@ -182,7 +182,7 @@ def login_notes(root: Path) -> Target:
 
 
 def nodes_reports(root: Path) -> Target:
-    from clusterddp.check.job import JobAnswer, _all_done, _read_output, _read_reports, judge_nodes
+    from clusterddp.doctor.job import JobAnswer, _all_done, _read_output, _read_reports, judge_nodes
     from clusterddp.facts.checks import Needs
     from clusterddp.facts.machine import Machine
     from clusterddp.wire import build

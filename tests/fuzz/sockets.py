@@ -14,8 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from clusterddp.rendezvous.connection import Connection, Protocol
-from clusterddp.rendezvous.handshake import VERSION, Role, Signer
+from clusterddp.network.rendezvous.connection import Connection, Protocol
+from clusterddp.network.rendezvous.handshake import VERSION, Role, Signer
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from tests.fuzz.mutations import TOKEN, Example, Target
@@ -70,8 +70,8 @@ def said_over_sockets() -> Iterator[Target]:
 
 
 def _link() -> Target:
+    from clusterddp.network.rendezvous.client import Attempt
     from clusterddp.node.link import SUPERVISORS, Limits, Peer
-    from clusterddp.rendezvous.client import Attempt
 
     limits = Limits(host_silence_s=30, heartbeat_timeout_s=60, spans_hosts=True)
 
@@ -93,11 +93,11 @@ def _link() -> Target:
 
 def _meeting() -> Iterator[Target]:
     from clusterddp.network.interface import read_links
+    from clusterddp.network.rendezvous.client import Found
     from clusterddp.network.socket_links import faster_networks, names_in
-    from clusterddp.rendezvous.client import Found
-    from clusterddp.submission.worker.meeting import WORKER, Hello, MeetingServer, Result, Seat, await_decision
-    from clusterddp.submission.worker.place import group_by_host
-    from clusterddp.submission.worker.worker import Carried, Decided
+    from clusterddp.places.worker.meeting import WORKER, Hello, MeetingServer, Result, Seat, await_decision
+    from clusterddp.places.worker.place import group_by_host
+    from clusterddp.places.worker.worker import Carried, Decided
 
     own = Hello(noun="rank", number=0, size=2, size_from="WORLD_SIZE", spec={"name": "0"}, facts={"torch": "2"})
     hello = {"kind": "join", **dataclasses.asdict(dataclasses.replace(own, number=1, nonce="other"))}
@@ -155,8 +155,8 @@ def _meeting() -> Iterator[Target]:
 
 
 def _probed() -> Target:
-    from clusterddp.agent.network import PROBE, Try
-    from clusterddp.agent.operations import Target as Address
+    from clusterddp.places.ssh.agent.network import PROBE, Try
+    from clusterddp.places.ssh.agent.operations import Target as Address
 
     def read_answer(what: Any, data: bytes, rng: random.Random) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:

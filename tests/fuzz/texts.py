@@ -15,7 +15,7 @@ from tests.support.paths import JOBS
 
 def printed_by_slurm() -> Iterator[Target]:
     from clusterddp.network.hostlist import expand
-    from clusterddp.slurm import cluster, control, explain, first_spec, jobs, partitions, queue
+    from clusterddp.places.slurm import cluster, control, explain, first_spec, jobs, partitions, queue
 
     tag = "0" * 20
     stamps = ("2026-11-24T20:00:00", "N/A", "2026-11-25T20:00:00")
@@ -112,8 +112,8 @@ def printed_by_ranks() -> Target:
 
 
 def printed_by_ssh(root: Path) -> Iterator[Target]:
+    from clusterddp.places.ssh.keys import _parse
     from clusterddp.ranks.launched import find_place
-    from clusterddp.ssh.keys import _parse
 
     key = "AAAAC3NzaC1lZDI1NTE5AAAAIJ0000000000000000000000000000000000000000000"
     known = (

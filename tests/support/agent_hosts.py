@@ -18,10 +18,10 @@ from types import SimpleNamespace
 from typing import Any
 
 from clusterddp.errors import SshError
-from clusterddp.planning.seal import sealed
-from clusterddp.planning.ssh.plan import HostAccess, SshNode, SshPlan, directory_name
-from clusterddp.remote.session import Reply, Session
-from clusterddp.results.sync import Synchroniser
+from clusterddp.places.ssh.session import Reply, Session
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.plan.seal import sealed
+from clusterddp.plan.ssh import HostAccess, SshNode, SshPlan, directory_name
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
@@ -29,7 +29,7 @@ from clusterddp.system.files import write_json
 from tests.support.handmade_runs import make_gang, rank_record
 from tests.support.paths import ROOT as PACKAGE
 
-SERVE = "import sys; from clusterddp.agent.main import serve; serve(*sys.argv[1:], patience_s=600)"
+SERVE = "import sys; from clusterddp.places.ssh.agent.main import serve; serve(*sys.argv[1:], patience_s=600)"
 SLEEP = "import time; time.sleep(600)"
 
 

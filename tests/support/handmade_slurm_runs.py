@@ -11,8 +11,8 @@ from typing import Any
 
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.job_tag import job_name, job_tag
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
-from clusterddp.slurm.identity import job_name, job_tag
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import make_gang
 

@@ -6,8 +6,8 @@ import shlex
 from collections.abc import Callable
 from pathlib import Path
 
+from clusterddp.places.slurm.queue import Slurm
 from clusterddp.run.directory import RunDir
-from clusterddp.slurm.queue import Slurm
 from tests.support.handmade_slurm_runs import name_of_job, update_record
 from tests.support.waiting import wait_until
 from tests.testbed.rack import Rack

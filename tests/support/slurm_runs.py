@@ -7,9 +7,9 @@ import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
+from clusterddp.places.staging import make_run
 from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
-from clusterddp.submission.staging import make_run
 from clusterddp.system.files import read_json, write_json
 from tests.support.launch_runs import plan_script, plan_text
 from tests.support.paths import ROOT as CHECKOUT
@@ -20,7 +20,7 @@ from tests.testbed.rack import Rack
 START = """
 import sys
 from pathlib import Path
-from clusterddp.submission.submit import start_attempt
+from clusterddp.submit.submit import start_attempt
 from clusterddp.run.directory import RunDir
 print(start_attempt(RunDir(Path(sys.argv[1])), 0).job_id)
 """

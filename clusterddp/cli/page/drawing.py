@@ -16,9 +16,9 @@ from importlib.resources import files
 
 from clusterddp.cli.terminal import duration
 from clusterddp.cli.text.compare import number_text
-from clusterddp.look.curves import Curve
-from clusterddp.look.printable import printable
-from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
+from clusterddp.view.curves import Curve
+from clusterddp.view.printable import printable
+from clusterddp.view.timeline import AttemptSpan, RankSpan, Timeline
 
 _VOID = frozenset(["input", "link", "meta"])
 _MAX_TEXT = 2000

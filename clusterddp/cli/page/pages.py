@@ -28,11 +28,11 @@ from clusterddp.cli.page.drawing import (
 from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
 from clusterddp.cli.text.status import checkpoint_text, measures, short_progress, usage_texts
-from clusterddp.look.background import FileDiff
-from clusterddp.look.ranks import RankStatus
-from clusterddp.look.report import Comparison, Difference, RunReport, compare
-from clusterddp.look.status import RunSummary
 from clusterddp.system.units import format_count
+from clusterddp.view.background import FileDiff
+from clusterddp.view.ranks import RankStatus
+from clusterddp.view.report import Comparison, Difference, RunReport, compare
+from clusterddp.view.status import RunSummary
 
 MAX_BYTES = 300_000
 """The size of a page, whatever the length and number of its runs."""

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import click
 
 from clusterddp.cli.terminal import cut, duration, state_text, table, width_of, wrapped
-from clusterddp.look.printable import printable
-from clusterddp.look.report import CodeDiff, Comparison, Results
 from clusterddp.system.units import format_count
+from clusterddp.view.printable import printable
+from clusterddp.view.report import CodeDiff, Comparison, Results
 
 _MOST_SIDE_BY_SIDE = 4
 """Up to so many runs are columns; more are rows."""

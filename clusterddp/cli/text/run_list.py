@@ -18,13 +18,13 @@ from clusterddp.cli.terminal import WITHOUT_REASON, Column, duration, lay_out, s
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text.plan import value_text
 from clusterddp.cli.text.status import short_progress
-from clusterddp.look.printable import printable
 from clusterddp.system.units import format_bytes, format_count
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.look.status import RunSummary
-    from clusterddp.look.sweep import SweepStatus
-    from clusterddp.sweep.plan import SweepPlan
+    from clusterddp.submit.sweep_plan import SweepPlan
+    from clusterddp.view.status import RunSummary
+    from clusterddp.view.sweep import SweepStatus
 
 _LEAST_NAME = 22
 """To so much a name is cut where nothing else gives way; commands take the beginning of a name."""

@@ -12,23 +12,23 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterddp.cli.terminal import WITHOUT_REASON, Column, duration, lay_out, rank_span, state_text, wrapped
-from clusterddp.look.printable import printable
-from clusterddp.look.status import has_checkpoint
 from clusterddp.run.attempts import read_end
 from clusterddp.run.record import BY_HAND, FOREIGN
 from clusterddp.system.files import read_json
 from clusterddp.system.units import format_bytes, format_count
+from clusterddp.view.printable import printable
+from clusterddp.view.status import has_checkpoint
 
 if TYPE_CHECKING:
-    from clusterddp.look.events import NodeTransport, Stopping
-    from clusterddp.look.progress import Progress
-    from clusterddp.look.ranks import RankStatus
-    from clusterddp.look.status import Checkpoint, RunStatus
-    from clusterddp.look.timeline import Times
+    from clusterddp.places.slurm.jobs import Job
     from clusterddp.run.attempts import RootCause
     from clusterddp.run.directory import RunDir
     from clusterddp.run.rank_usage import RankUsage
-    from clusterddp.slurm.jobs import Job
+    from clusterddp.view.events import NodeTransport, Stopping
+    from clusterddp.view.progress import Progress
+    from clusterddp.view.ranks import RankStatus
+    from clusterddp.view.status import Checkpoint, RunStatus
+    from clusterddp.view.timeline import Times
 
 MOST_RANKS_ONE_BY_ONE = 8
 _MOST_VALUES_SHOWN = 4
@@ -132,8 +132,8 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
 
 def root_cause_lines(cause: RootCause, run: RunDir, *, columns: int | None = None) -> list[str]:
     """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
-    from clusterddp.look.logs import read_log_tail
-    from clusterddp.look.status import diagnose
+    from clusterddp.view.logs import read_log_tail
+    from clusterddp.view.status import diagnose
 
     known = cause.exit_code is None or f"exit code {cause.exit_code}" in cause.error
     code = "" if known else f"  (exit code {cause.exit_code})"

@@ -21,9 +21,9 @@ from submitit.core.utils import DelayedSubmission
 import clusterddp
 from clusterddp.api import Run
 from clusterddp.errors import ClusterddpError, RankError, RunCancelledError, RunFailedError, UsageError
+from clusterddp.places import functions
 from clusterddp.run.call import PYTHON
 from clusterddp.run.directory import RunDir
-from clusterddp.submission import functions
 from tests.support.launch_runs import git
 
 TWO = ["resources.procs_per_node=2"]

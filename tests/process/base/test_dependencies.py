@@ -17,9 +17,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import _COMMANDS
+from clusterddp.places.staging import make_run
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run, write_run
-from clusterddp.submission.staging import make_run
 from tests.support.launch_runs import git, plan_text
 from tests.support.paths import ROOT
 
@@ -159,7 +159,7 @@ def test_every_command_works_where_only_what_is_declared_is_installed(bare_clust
 
 
 def test_a_lock_keeps_another_process_from_a_mirror(place: Path) -> None:
-    from clusterddp.results.host_run import locked
+    from clusterddp.places.ssh.host_run import locked
 
     run = RunDir(place)
     with locked(run, "fetch") as first, locked(run, "fetch", 0.1) as second, locked(run, "hosts") as other:

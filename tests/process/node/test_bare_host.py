@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import clusterddp
-from clusterddp.planning.program import TRAINER
+from clusterddp.plan.program import TRAINER
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
 from clusterddp.system.files import read_json
@@ -24,11 +24,11 @@ from tests.support.waiting import wait_until
 
 IMPORT_ALL = """
 import importlib, pkgutil, sys, clusterddp.errors
-names = ("agent", "facts", "network", "node", "ranks", "rendezvous", "run", "slurm", "system", "train")
+names = ("facts", "network", "node", "places.ssh.agent", "ranks", "run", "script", "system", "train")
 rooms = [importlib.import_module(f"clusterddp.{room}") for room in names]
 names = [info.name for room in rooms for info in pkgutil.walk_packages(room.__path__, room.__name__ + ".")]
 for name in names:
-    if name != "clusterddp.agent.boot":  # goes over the connection as text; the module would answer at once
+    if name != "clusterddp.places.ssh.agent.boot":  # goes over the connection as text; the module would answer at once
         importlib.import_module(name)
 print(len(names), *sys.modules)
 """

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.text.status import transport_texts
-from clusterddp.look.events import NodeTransport, find_transports, read_events, warn_of_sockets
-from clusterddp.look.status import read_status
 from clusterddp.network.nccl_log import Transport, read_transport
 from clusterddp.run.directory import make_attempt_dirs
 from clusterddp.run.record import log_event
+from clusterddp.view.events import NodeTransport, find_transports, read_events, warn_of_sockets
+from clusterddp.view.status import read_status
 from tests.support.gang_runs import running
 from tests.support.handmade_runs import make_run
 from tests.support.waiting import wait_until

@@ -9,13 +9,13 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.failure import Failure
 from clusterddp.node.head import Intent, JoinedNodes
-from clusterddp.node.job_watch import PATIENCE_S, Allocation, Answer, SlurmJobWatch
 from clusterddp.node.link import Clock
 from clusterddp.node.rank_network import choose_address
+from clusterddp.places.slurm.control import JobNow, read_duration_s, read_kill_wait_s, read_time_left_s
+from clusterddp.places.slurm.job_watch import PATIENCE_S, Allocation, Answer, SlurmJobWatch
 from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
 from clusterddp.run.supervisors import JobOrder
-from clusterddp.slurm.control import JobNow, read_duration_s, read_kill_wait_s, read_time_left_s
 from tests.support.gang_runs import make_gang
 
 SHOWN = (

@@ -14,11 +14,11 @@ import clusterddp
 from clusterddp import checkpoint
 from clusterddp.api import Run
 from clusterddp.cli.text.status import status_lines
-from clusterddp.look.status import read_status
 from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.stop import LOOK_EVERY_S, request_stop
 from clusterddp.system.files import read_json, read_jsonl
 from clusterddp.train.group import Group
+from clusterddp.view.status import read_status
 from tests.support.paths import ROOT
 from tests.support.train_gang import open_gang
 from tests.support.waiting import PATIENCE, wait_until

@@ -30,10 +30,10 @@ NODES = ("node1", "node2", "node3")
 SETTLE = """
 import json, os, sys
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.ssh.network import choose, probe_network, settle_network
+from clusterddp.places.ssh.network import choose, probe_network, settle_network
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.planning.ssh.plan import HostAccess
-from clusterddp.remote.sessions import open_sessions
+from clusterddp.plan.ssh import HostAccess
+from clusterddp.places.ssh.sessions import open_sessions
 accesses = [HostAccess(host=host) for host in sys.argv[1:]]
 sessions = open_sessions(accesses, environ=os.environ)
 for line in sys.stdin:

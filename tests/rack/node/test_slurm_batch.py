@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.run.attempts import read_end
+from clusterddp.run.job_tag import job_tag
 from clusterddp.run.record import read_run, write_run
-from clusterddp.slurm.identity import job_tag
 from clusterddp.system.files import read_json
 from tests.support.slurm_runs import (
     COMPLETE_LATER,

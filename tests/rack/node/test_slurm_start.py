@@ -28,7 +28,7 @@ def start_tasks(
 ) -> subprocess.CompletedProcess[str]:
     """Start a run's tasks with srun from the head, as the batch script does from its host."""
     srun = ["srun", "--distribution=block", "--kill-on-bad-exit=1", "--export=ALL", *options]
-    task = [sys.executable, "-m", "clusterddp.node.task", run_dir or str(run.path), "0"]
+    task = [sys.executable, "-m", "clusterddp.places.slurm.task", run_dir or str(run.path), "0"]
     return rack.run(HEAD, [*srun, *task], env=environment() | (more_env or {}), check=False)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.planning.ssh.plan import SshNode, SshPlan
+from clusterddp.plan.ssh import SshNode, SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, write_run
 from clusterddp.system.files import write_json
@@ -29,8 +29,8 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 SLEEPER = ("sleep", "600")
 LOSES_ITS_CONNECTION = """
 import os, sys
-from clusterddp.look.ps import Hosts
-from clusterddp.planning.ssh.plan import HostAccess
+from clusterddp.view.ps import Hosts
+from clusterddp.plan.ssh import HostAccess
 access = HostAccess(host="node1")
 with Hosts([access], os.environ) as hosts:
     hosts.look()
@@ -194,7 +194,7 @@ def person_environment() -> dict[str, str]:
 
 SEAL = """
 import json, pathlib
-from clusterddp.planning.seal import sealed
+from clusterddp.plan.seal import sealed
 path = pathlib.Path({path!r})
 path.write_text(json.dumps(sealed(json.loads(path.read_text()))))
 """

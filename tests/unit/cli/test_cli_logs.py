@@ -16,7 +16,7 @@ import pytest
 
 from clusterddp.cli.log_output import starting_text
 from clusterddp.cli.main import main
-from clusterddp.launchers.state import read_state
+from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, write_json
 from tests.support.handmade_runs import complete, make_run, start_attempt

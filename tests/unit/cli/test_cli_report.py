@@ -13,13 +13,13 @@ from pathlib import Path
 import click
 import pytest
 
+from clusterddp.cli.login_node.record import SentRun, write_sent_run
 from clusterddp.cli.main import main
 from clusterddp.cli.page.drawing import Html, el, timeline_strip
 from clusterddp.cli.page.pages import MAX_BYTES
-from clusterddp.login.record import SentRun, write_sent_run
-from clusterddp.look.timeline import AttemptSpan, RankSpan, Timeline
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, read_json, write_json
+from clusterddp.view.timeline import AttemptSpan, RankSpan, Timeline
 from tests.support.handmade_runs import complete, fail, make_run, rank_record, start_attempt, train
 
 HOSTILE = "</script></title><img src=x onerror=alert(1)>\"' onload=\x1b[31m\u202e"
@@ -208,7 +208,7 @@ def test_compare_shows_the_why_above_the_what(runs_dir: Path, capfd: pytest.Capt
 
 def test_many_runs_are_rows_that_fit_a_terminal(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from clusterddp.cli.text.compare import compare_lines
-    from clusterddp.look.report import compare, read_reports
+    from clusterddp.view.report import compare, read_reports
 
     runs = [trained(runs_dir, f"run-with-a-long-name-{number}", lr=0.1 * number) for number in range(9)]
     lines = compare_lines(compare(read_reports(runs, {})), columns=80)

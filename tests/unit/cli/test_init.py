@@ -15,9 +15,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
+from clusterddp.places.ssh.config import machine_names
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import JobSpec
-from clusterddp.ssh.config import machine_names
 from tests.support.paths import ROOT
 from tests.support.slurm_clusters import fake_commands
 from tests.support.waiting import PATIENCE

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from clusterddp.planning.placement import Request
-from clusterddp.planning.plan import plan_run
-from clusterddp.slurm.cluster import Cluster, User, read_cluster
-from clusterddp.slurm.control import read_duration_s
-from clusterddp.slurm.first_spec import fill_in
-from clusterddp.slurm.partitions import Association, Partition, parse_gpus
+from clusterddp.places.slurm.cluster import Cluster, User, read_cluster
+from clusterddp.places.slurm.control import read_duration_s
+from clusterddp.places.slurm.first_spec import fill_in
+from clusterddp.places.slurm.partitions import Association, Partition, parse_gpus
+from clusterddp.plan.placement import Request
+from clusterddp.plan.plan import plan_run
 from clusterddp.spec.load import load_spec
 from clusterddp.system.templates import read_template
 from tests.support.paths import ROOT
@@ -182,7 +182,7 @@ def test_the_only_account_is_filled_in(needs_rack_accounting: None) -> None:
         rack.run(HEAD, ["sacctmgr", "-i", "add", "account", "vision"])
         rack.run(HEAD, ["sacctmgr", "-i", "add", "user", USER, "account=vision"])
         script = (
-            "import os; from clusterddp.slurm.cluster import User, read_cluster; "
+            "import os; from clusterddp.places.slurm.cluster import User, read_cluster; "
             f"cluster = read_cluster(os.environ, user=User(name={USER!r})); "
             "print(cluster.accounts, cluster.has_accounting, cluster.unanswered)"
         )

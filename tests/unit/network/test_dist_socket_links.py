@@ -11,9 +11,9 @@ from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.network.socket_links import faster_networks, names_in, report_links
 from clusterddp.node.head import JoinedNodes
 from clusterddp.node.rank_network import find_rank_network
+from clusterddp.places.worker.meeting import Hello, Met
+from clusterddp.places.worker.place import decide_networks
 from clusterddp.spec.load import load_spec
-from clusterddp.submission.worker.meeting import Hello, Met
-from clusterddp.submission.worker.place import decide_networks
 from tests.support.launch_runs import plan_text
 
 MGMT = Link(name="eno1", speed_mbit_per_s=1000, addresses=(LinkAddress(address="10.0.0.{n}", prefix=24),))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterddp.node.tasks import GpuChoice, TaskGpus, choose_gpus
+from clusterddp.places.slurm.tasks import GpuChoice, TaskGpus, choose_gpus
 from clusterddp.train.device import RankVariables
 
 

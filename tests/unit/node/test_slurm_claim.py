@@ -7,11 +7,11 @@ import os
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.launchers.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
+from clusterddp.places.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
 from clusterddp.run.attempts import AttemptEnd, make_attempt, read_end, write_end
 from clusterddp.run.directory import RunDir
+from clusterddp.run.job_tag import job_name, job_tag
 from clusterddp.run.record import RunRecord, write_run
-from clusterddp.slurm.identity import job_name, job_tag
 
 TOKEN = "6d1f" * 8
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.launchers.state import read_state
 from clusterddp.node.head import may_look_for_file
+from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir

@@ -15,12 +15,12 @@ import pytest
 import clusterddp
 from clusterddp.cli.text.status import progress_text
 from clusterddp.errors import ClusterddpError
-from clusterddp.look.events import count_lost_rows, read_events
-from clusterddp.look.progress import read_progress
 from clusterddp.run import metrics
 from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.script import place, report
 from clusterddp.system.files import append_jsonl, read_jsonl
+from clusterddp.view.events import count_lost_rows, read_events
+from clusterddp.view.progress import read_progress
 
 KEYS = {"kind", "attempt", "step", "time"}
 

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.cli.login_node.commands import plan_command
+from clusterddp.cli.login_node.record import SentRun, choose_variables, find_sent_run, node_of_run, write_sent_run
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.login.commands import plan_command
-from clusterddp.login.record import SentRun, choose_variables, find_sent_run, node_of_run, write_sent_run
 from clusterddp.spec.layers import read_profile, read_profile_login
 from clusterddp.spec.load import load_spec
 from clusterddp.system.files import write_json

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.look.background import HIDDEN, config_texts
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import NotifySpec
 from clusterddp.spec.sweep import load_sweep
+from clusterddp.view.background import HIDDEN, config_texts
 from tests.support.launch_runs import plan_text
 
 ENTRY = "name: a\nentry: {command: [true]}\n"

@@ -1,0 +1,233 @@
+"""Check the hosts of a spec for SSH, all at once: their facts, clocks, runs, and the network between them."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import ClusterddpError, SshError
+from clusterddp.facts.checks import Check, Result, note, ok, red
+from clusterddp.facts.judge import (
+    CLOCK_NOTE_S,
+    judge_clock,
+    judge_hosts,
+    judge_locked_memory,
+    judge_own_name,
+)
+from clusterddp.facts.machine import Machine
+from clusterddp.network.choice import Findings
+from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
+from clusterddp.places.ssh.connections import AT_ONCE, Fan
+from clusterddp.places.ssh.launcher import ask_hosts, needs_of
+from clusterddp.places.ssh.network import GangNetwork, examine_network
+from clusterddp.places.ssh.session import Reply, Session
+from clusterddp.places.ssh.sessions import HostSessions, ask_all, errors_of, try_host_sessions
+from clusterddp.plan.placement import Request
+from clusterddp.plan.plan import Plan, plan_run
+from clusterddp.run.leftovers import RunHere
+from clusterddp.system.units import format_bytes
+
+if TYPE_CHECKING:
+    from clusterddp.spec.load import ResolvedSpec
+
+_ROUND_TRIPS = 5
+_ROUND_TRIPS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
+_SLOW_ROUND_TRIP_MS = 200
+_PROCESSES_SHOWN = 5
+_RAISE_LOCKED = "memlock unlimited in /etc/security/limits.conf, then log in again"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Clock:
+    """The clock of a host, read over its session."""
+
+    offset_s: float
+    """Its time minus that of this machine, to half a round trip."""
+    round_trip_s: float
+
+
+def check_hosts(
+    resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str]
+) -> tuple[list[Check], list[dict[str, Any]]]:
+    """Plan the run, and check its hosts and the network between them.
+
+    Returns the checks, and all connections between the hosts that were tried.
+    """
+    try:
+        plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ))
+    except ClusterddpError as error:
+        return [Check(name="plan", results={"here": red(error.message, error.hint or "clusterddp submit -n")})], []
+    ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
+    checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
+    rows: list[dict[str, Any]] = []
+    with try_host_sessions(plan, environ) as sessions:
+        checks += _judge_failures(sessions.failed)
+        if sessions.by_host:
+            reached = tuple(node for node in plan.gang.nodes if node.host in sessions.by_host)
+            network = examine_network(dataclasses.replace(plan.gang, nodes=reached), sessions.by_host)
+            checks += _check_reached(plan, sessions, network)
+            rows = network.findings.rows() if network.findings else []
+    return _merge(checks), rows
+
+
+def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> list[Check]:
+    facts = ask_hosts(plan, sessions.by_host, thorough=True)
+    needs = needs_of(plan)
+    clocks = _read_clocks(sessions.by_host)
+    runs = _find_runs(sessions.by_host)
+    machines = {host: machine for host, machine in facts.items() if isinstance(machine, Machine)}
+
+    def judge_locked(host: str) -> Result:
+        return judge_locked_memory(machines[host], _RAISE_LOCKED, nccl=needs[host].nccl and len(needs) > 1)
+
+    return [
+        *_judge_failures(errors_of(facts)),
+        Check(name="ssh", results={host: _judge_session(each, clocks) for host, each in sessions.by_host.items()}),
+        Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
+        *judge_hosts(machines, needs),
+        Check(name="cores", results={host: judge_machine_size(machine) for host, machine in machines.items()}),
+        Check(name="locked memory", results={host: judge_locked(host) for host in machines}),
+        Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
+        *_judge_network(plan, network),
+    ]
+
+
+def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
+    """Read the clocks of the hosts, by the quickest of a few answers each; those that do not answer are left out."""
+
+    def ask(host: str) -> Clock | SshError:
+        best = None
+        try:
+            for _ in range(_ROUND_TRIPS):
+                started, before = time.time(), time.monotonic()
+                there = sessions[host].ask("beat").facts["time"]
+                passed = time.monotonic() - before
+                if best is None or passed < best.round_trip_s:
+                    best = Clock(offset_s=there - (started + passed / 2), round_trip_s=passed)
+        except SshError as error:
+            return error
+        assert best is not None
+        return best
+
+    results = Fan(sessions, ask, lambda result: None).results(AT_ONCE)
+    return {host: result for host, result in results.items() if isinstance(result, Clock)}
+
+
+def _find_runs(sessions: Mapping[str, Session]) -> dict[str, list[RunHere]]:
+    """Find this user's runs on hosts; those that do not answer are left out."""
+    replies = ask_all(sessions, "host.list", {"tokens": None})
+    return {host: reply.facts["runs"] for host, reply in replies.items() if isinstance(reply, Reply)}
+
+
+def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
+    """Report hosts that do not answer."""
+    found: dict[str, dict[str, Result]] = {}
+    for host, error in failed.items():
+        inside = error.phase in ("start", "ask")
+        phase = "" if inside else f"{error.phase}: "
+        fix = error.hint or (f"ssh {host} df -h ~; ssh.dir names another directory" if inside else f"ssh -v {host}")
+        found.setdefault("agent" if inside else "ssh", {})[host] = red(f"{phase}{error.found}", fix)
+    return [Check(name=name, results=results) for name, results in found.items()]
+
+
+def _judge_session(session: Session, clocks: Mapping[str, Clock]) -> Result:
+    destination, clock = session.connection.destination, clocks.get(session.host)
+    jumps = [jump.host for jump in destination.jumps]
+    round_trip_s = clock.round_trip_s if clock else None
+    return judge_connection(session.connection.key.type, destination.user, jumps, round_trip_s)
+
+
+def judge_connection(key_type: str, user: str, jumps: Sequence[str], round_trip_s: float | None) -> Result:
+    """Report how a host was reached."""
+    through = f" through {', '.join(jumps)}" if jumps else ""
+    reached = f"user {user}{through}, {key_type} key"
+    if round_trip_s is None:
+        return note(f"{reached}; it does not report its time")
+    round_trip_ms = 1000 * round_trip_s
+    least = next((limit for limit in _ROUND_TRIPS_MS if round_trip_ms <= limit), None)
+    spelled = f"round trip {f'under {least}' if least else f'{round_trip_ms:.0f}'} ms"
+    if round_trip_ms > _SLOW_ROUND_TRIP_MS:
+        return note(f"{reached}, {spelled}: the submit takes a while, the run itself does not wait for it")
+    return ok(f"{reached}, {spelled}")
+
+
+def judge_offset(offset_s: float) -> Result:
+    """Judge the clock of a host against this machine's; no lease or time limit depends on it, so it is never red."""
+    if abs(offset_s) < CLOCK_NOTE_S:
+        return ok("agrees with the clock here")
+    result = judge_clock(-offset_s, "the clock here")
+    return note(f"{result.found}: times in logs differ", "timedatectl set-ntp true, or chronyc makestep, there")
+
+
+def judge_machine_size(machine: Machine) -> Result:
+    """Report how much of the machine a process of this user may use."""
+    found = f"{machine.cores} cores, {format_bytes(machine.memory_bytes)} memory"
+    limits = []
+    if machine.cpu_limit is not None and machine.cpu_limit < machine.cores:
+        limits.append(f"{machine.cpu_limit:g} cores' worth of time")
+    if machine.memory_limit_bytes is not None and machine.memory_limit_bytes < machine.memory_bytes:
+        limits.append(format_bytes(machine.memory_limit_bytes))
+    if limits:
+        return note(f"{found}; the control group allows {' and '.join(limits)}", "systemctl show user-$(id -u).slice")
+    return ok(found)
+
+
+def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
+    """Report which runs of this user live on a host, and which processes are left over of old ones."""
+    left = [run for run in runs if run.answered_by is None]
+    others = [run.label for run in runs if run.answered_by is not None]
+    beside = f"; {', '.join(others)} runs there" if others else ""
+    if not left:
+        return ok(f"no orphaned processes{beside}")
+    pids = [process.pid for run in left for process in run.processes]
+    more = f" and {len(pids) - _PROCESSES_SHOWN} more" if len(pids) > _PROCESSES_SHOWN else ""
+    shown = ", ".join(map(str, pids[:_PROCESSES_SHOWN]))
+    names = ", ".join(run.label for run in left)
+    return note(f"orphaned processes of {names}: pid {shown}{more}{beside}", f"clusterddp gc --hosts {host}")
+
+
+def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:
+    """Report the network between hosts: the addresses of each host's own name, and the interface for each host."""
+    findings, chosen = network.findings, network.chosen
+    checks = []
+    if findings is not None:
+        names = {host.host: judge_own_name(host.own_addresses) for host in findings.hosts}
+        checks.append(Check(name="own name", results=names))
+    if network.error is not None:
+        fix = network.error.hint or "clusterddp submit -n shows the plan"
+        hosts = [each.host for each in findings.hosts] if findings else ["here"]
+        return [*checks, Check(name="network", results=dict.fromkeys(hosts, red(network.error.message, fix)))]
+    if findings is None or chosen is None:
+        return checks
+    used = {
+        node.host: _describe(findings, node.host, *chosen.nodes[node.node_rank])
+        for node in plan.gang.nodes
+        if node.node_rank in chosen.nodes
+    }
+    checks.append(Check(name="network", results=used))
+    first = findings.hosts[0].host
+    remarks = [*chosen.notes, *warn_of_shared_addresses(findings)]
+    return checks + [Check(name="network", results={first: note(remark)}) for remark in remarks]
+
+
+def _describe(findings: Findings, host: str, interface: str, address: str, why: str) -> Result:
+    link = next(each for each in findings.hosts if each.host == host).link(interface)
+    facts = f", {speed_text(link)}, MTU {link.mtu}" if link and not link.loopback else ""
+    return ok(f"{interface} {address}{facts}: {why.partition(';')[0]}")
+
+
+def _merge(checks: Iterable[Check]) -> list[Check]:
+    """Merge checks of one name, unless they have a host in common."""
+    found: list[Check] = []
+    for check in checks:
+        for index, other in enumerate(found):
+            if other.name == check.name and not other.results.keys() & check.results.keys():
+                found[index] = Check(name=check.name, results={**other.results, **check.results})
+                break
+        else:
+            found.append(check)
+    return found

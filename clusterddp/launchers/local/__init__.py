@@ -1,1 +1,0 @@
-"""The local launcher: every rank of a run on this machine, detached from the submitting process."""

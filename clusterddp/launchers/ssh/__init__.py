@@ -1,1 +1,0 @@
-"""The ssh launcher: one supervisor per host, started over SSH on all hosts or on none."""

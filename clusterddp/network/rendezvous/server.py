@@ -1,0 +1,99 @@
+"""The server's side of a rendezvous: it accepts connections, and returns those that have authenticated.
+
+Any process may connect to the port, any number of times. The work of one turn is bounded (acceptor.py), so heartbeats
+go on; the number of connections that have not authenticated is limited, and so is the time of each.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+from collections import Counter
+from collections.abc import Callable
+from typing import NamedTuple
+
+from clusterddp.network.rendezvous.acceptor import Acceptor, Refusals
+from clusterddp.network.rendezvous.connection import Connection, Message, Protocol
+
+INTRODUCTION_S = 5.0
+"""How long a connection may take to authenticate and to send its first message."""
+_MAX_UNAUTHENTICATED = 64
+"""How many connections may be open that have not authenticated; 4 more for each client that is expected."""
+
+
+class Arrival(NamedTuple):
+    """A client that has authenticated, and its first message."""
+
+    connection: Connection
+    message: Message
+
+
+class Server:
+    """Accepts the clients of one protocol on a listener; it never blocks."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        selector: selectors.BaseSelector,
+        *,
+        protocol: Protocol,
+        key: str,
+        num_expected: int,
+        report: Callable[[str], object],
+    ) -> None:
+        """`report` receives a sentence about refused connections, at most once a minute."""
+        self.unproven: Counter[str] = Counter()
+        """Address -> how many connections from it have failed to prove that they know the key."""
+        self._selector = selector
+        self._protocol = protocol
+        self._key = key
+        self._max_unauthenticated = _MAX_UNAUTHENTICATED + 4 * num_expected
+        self._acceptor = Acceptor(listener, selector)
+        self._refusals = Refusals(report)
+        self._unauthenticated: list[Connection] = []
+        """Connections that have not authenticated yet, the oldest first."""
+
+    def accept(self, now: float) -> list[Arrival]:
+        """Accept connections; return the clients whose first message has arrived since the last turn."""
+        for sock, _ in self._acceptor.accept(now):
+            if len(self._unauthenticated) >= self._max_unauthenticated:
+                self.refuse(self._unauthenticated.pop(0), "too many connections at once have not authenticated", now)
+            self._unauthenticated.append(self._open(sock, now))
+        arrived = []
+        for connection in list(self._unauthenticated):
+            messages = connection.receive(now)
+            if messages:
+                self._unauthenticated.remove(connection)
+                arrived.append(Arrival(connection, messages[0]))
+            elif connection.lost is not None or now - connection.opened > INTRODUCTION_S:
+                self._unauthenticated.remove(connection)
+                self._refuse_unauthenticated(connection, now)
+        self._refusals.tick(now)
+        return arrived
+
+    def refuse(self, connection: Connection, why: str, now: float) -> None:
+        """Close a connection, and count it for the report."""
+        connection.close()
+        self._refusals.add(f"{connection.peer_address}: {why}", now)
+
+    def close(self) -> None:
+        """Close the listener, whose port then refuses connections, and all connections that have not authenticated."""
+        self._acceptor.close()
+        self.close_unauthenticated()
+
+    def close_unauthenticated(self) -> None:
+        """Close the connections that have not authenticated; the listener stays open."""
+        for connection in self._unauthenticated:
+            connection.close()
+        self._unauthenticated.clear()
+
+    def _open(self, sock: socket.socket, now: float) -> Connection:
+        self._selector.register(sock, selectors.EVENT_READ)
+        return Connection(sock, protocol=self._protocol, key=self._key, role="server", now=now, selector=self._selector)
+
+    def _refuse_unauthenticated(self, connection: Connection, now: float) -> None:
+        loss = connection.lost
+        if loss is not None and loss.kind == "unproven":
+            self.unproven[connection.peer_address] += 1
+        why = str(loss) if loss is not None else f"it did not authenticate within {INTRODUCTION_S:g} s"
+        self.refuse(connection, why, now)

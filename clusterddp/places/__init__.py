@@ -1,0 +1,1 @@
+"""The places where runs can run: each starts the processes of a run, stops them, and reports their state."""

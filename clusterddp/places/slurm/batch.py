@@ -1,0 +1,381 @@
+"""`python -m clusterddp.places.slurm.batch RUN_DIR`: the batch script of a Slurm job, on its first node.
+
+It claims an attempt, runs srun, which starts one task per rank, records the end if no other process could, and has the
+job started again if the run continues: it requeues the job, or submits a follow-up job. When its own host is lost,
+Slurm requeues the job by itself (`--requeue`). It decides nothing about the ranks.
+
+Slurm's SIGTERM (a cancel, a requeue, a preemption, the time limit) reaches the tasks as well, which handle it. This
+process ignores it until srun exits or Slurm's KillWait is over. SIGUSR2, which `scancel --batch` sends to this process
+only, asks the ranks to stop. For a sweep, RUN_DIR is a file that lists one run for each task of the job array.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
+from clusterddp.places.slurm.claim import Carried, JobStart, claim_attempt, is_superseded, read_carried
+from clusterddp.places.slurm.control import JobNow, requeue_job, show_job
+from clusterddp.places.slurm.find_job import find_job
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    cancelled,
+    end_or_spool,
+    end_run,
+    failed,
+    final_end,
+    read_end,
+    read_spooled,
+    spell_exit,
+    spool_end,
+)
+from clusterddp.run.cleanup import end_processes
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.job_tag import job_tag
+from clusterddp.run.record import JobAnswer, drop_secrets, log_event, read_run, write_job_answer
+from clusterddp.run.stop import request_stop
+from clusterddp.system.files import is_file
+from clusterddp.system.storage import retry_outage, storage_timeout_s
+
+_END_TIMEOUT_S = 3.0
+"""How long to look for the recorded end after srun has exited: the tasks exit only after it, but NFS may lag."""
+_SRUN_TIMEOUT_S = 8.0
+_SRUN_TIMEOUT_AFTER_FAILURE_S = 1.5
+"""How long srun may take to exit once the end is recorded; after a failure it may wait for a lost host."""
+_GOES_ON_ELSEWHERE = 75
+"""Exit code of a job whose run continues in another job: no job with an afterok dependency on it may start."""
+_NODE_FAILURE = re.compile(r"[Nn]ode failure on (\S+)")
+_FIRST_PAUSE_S = 1.0
+_LONGEST_PAUSE_S = 60.0
+
+
+@dataclass(slots=True)
+class Signals:
+    """The signals that the batch script has received."""
+
+    ended: bool = False
+    """True after SIGTERM: Slurm is ending the job."""
+    stop: bool = False
+    stop_file: Path | None = None
+
+    def listen(self) -> None:
+        """Install the handlers."""
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, self._end)
+        signal.signal(signal.SIGUSR2, self._stop)
+
+    def watch(self, attempt: AttemptDir) -> None:
+        """Make SIGUSR2 ask this attempt to stop, at once if it has arrived already."""
+        self.stop_file = attempt.stop_file
+        if self.stop:
+            request_stop(self.stop_file, "SIGUSR2 to the job")
+
+    def _end(self, number: int, frame: FrameType | None) -> None:
+        self.ended = True
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        self.stop = True
+        if self.stop_file is not None:
+            # A full disk must not raise an exception at a random place.
+            with contextlib.suppress(OSError):
+                request_stop(self.stop_file, "SIGUSR2 to the job")
+
+
+def main() -> int:
+    """Run this start of the job; return the job's exit code."""
+    signals = Signals()
+    signals.listen()
+    try:
+        environ = inherited_environment()
+        start = JobStart.of_environment(environ)
+        run = find_run(sys.argv[1], environ)
+        carried = read_carried(run, start, environ)
+        if not start.carries(carried.record):
+            raise ClusterddpError(f"{run.name}: job {start.job_id} is not its newest job, so this job starts nothing")
+        return carry(carried, signals)
+    except (ClusterddpError, OSError) as error:
+        message = error.message if isinstance(error, ClusterddpError) else str(error)
+        print(f"clusterddp: {message}", file=sys.stderr, flush=True)
+        return 1
+
+
+def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
+    """Return the run of this job.
+
+    Raises: ClusterddpError: its directory is not visible on this host.
+    """
+    path = Path(argument)
+    if path.is_file():
+        path = path.parent / path.read_text(encoding="utf-8").split()[int(environ["SLURM_ARRAY_TASK_ID"])]
+    if not RunDir(path).record.is_file():
+        host = environ.get("SLURMD_NODENAME") or os.uname().nodename
+        raise ClusterddpError(f"{host}: {path}: found no run there; is it on storage that the nodes share?")
+    return RunDir(path)
+
+
+def carry(carried: Carried, signals: Signals) -> int:
+    """Claim an attempt, run it, and have the job started again if the run continues; return the exit code."""
+    run, start = carried.run, carried.start
+    attempt = claim_attempt(carried)
+    if attempt is None:
+        return _finish(run)
+    signals.watch(attempt)
+    log_event(
+        run,
+        "job_started",
+        job_id=start.job_id,
+        restart_count=start.restart_count,
+        host=start.host,
+        attempt=attempt.number,
+    )
+    log = run.launcher_dir / "tasks.log"
+    log_size_before = log.stat().st_size if log.exists() else 0
+    srun_end = None if signals.ended else _run_srun(carried, attempt, log)
+    _wait_for_storage(carried, attempt)
+    if is_superseded(run, attempt):
+        return 1
+    _wait_for_end(run)
+    # Child processes inherit it: Slurm's commands must survive the SIGTERM that the whole job receives.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if _settled_end(run) is None:
+        end_processes(f"{carried.record.token}.", timeout_s=5.0)
+        end = _explain(carried, srun_end, _read_from(log, log_size_before), signals)
+        end_or_spool(run, attempt, carried.record.token, end)
+    return _conclude(carried, attempt)
+
+
+def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
+    """Run srun until it exits; return a text that says how it ended."""
+    argv = [*carried.srun, str(attempt.number)]
+    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        process = subprocess.Popen(
+            argv,
+            stdin=subprocess.DEVNULL,
+            stdout=descriptor,
+            stderr=descriptor,
+            cwd=carried.run.launcher_dir,
+            env=carried.environment,
+        )
+    except OSError as error:
+        return f"srun could not be started: {error}"
+    finally:
+        os.close(descriptor)
+    code = _wait_for_srun(process, carried.run, attempt)
+    return f"srun {spell_exit(code)}"
+
+
+def _wait_for_srun(srun: subprocess.Popen[bytes], run: RunDir, attempt: AttemptDir) -> int:
+    """Wait for srun to exit; return its exit code.
+
+    srun waits for the tasks of a lost host until Slurm notices the loss (300 s by default), and for a controller that
+    it cannot reach. Once the end is recorded, srun is killed after `_srun_timeout_s`.
+    """
+    give_up_at = float("inf")
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return srun.wait(timeout=0.5)
+        if give_up_at == float("inf"):
+            give_up_at = time.monotonic() + _srun_timeout_s(run, attempt)
+        if time.monotonic() >= give_up_at:
+            srun.kill()
+
+
+def _srun_timeout_s(run: RunDir, attempt: AttemptDir) -> float:
+    """Return how long srun may still run; infinity while the ranks run or the run directory cannot be read."""
+    try:
+        if is_superseded(run, attempt):
+            return _SRUN_TIMEOUT_S
+        end = _settled_end(run)
+    except (ClusterddpError, OSError):
+        return float("inf")
+    if end is None:
+        return float("inf")
+    return _SRUN_TIMEOUT_AFTER_FAILURE_S if end.outcome == "FAILED" else _SRUN_TIMEOUT_S
+
+
+def _wait_for_storage(carried: Carried, attempt: AttemptDir) -> None:
+    """Wait until the run's directory can be read.
+
+    Raises: ClusterddpError: not within `storage_timeout_s`; the spool then holds this as the end, unless it has one.
+    """
+    run, start = carried.run, carried.start
+    try:
+        retry_outage(run.newest_attempt)
+    except OSError as error:
+        reason = f"{run.path}: {start.host} could not read it for {storage_timeout_s():g} s: {error.strerror}"
+        spool_end(carried.record.token, attempt.number, failed(reason, host=start.host))
+        raise ClusterddpError(reason) from error
+
+
+def _wait_for_end(run: RunDir) -> None:
+    deadline = time.monotonic() + _END_TIMEOUT_S
+    while _settled_end(run) is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+
+
+def _settled_end(run: RunDir) -> AttemptEnd | None:
+    """Return the end of the run, or of its last attempt in this start of the job; None: the run continues here."""
+    attempt = run.newest_attempt()
+    end = read_end(attempt) or read_spooled(read_run(run).token, attempt.number)
+    return end if end is not None and (end.needs_job or not end.will_restart) else None
+
+
+def _explain(carried: Carried, srun_end: str | None, srun_log: str, signals: Signals) -> AttemptEnd:
+    """Explain the end of an attempt whose supervisors and guards recorded none."""
+    run, start = carried.run, carried.start
+    job = _ask(carried)
+    if job is not None and job.restarts == start.restart_count and signals.ended and _was_cancelled(job):
+        return cancelled("the job was cancelled (scancel)")
+    lost = _NODE_FAILURE.search(srun_log)
+    last_line = srun_log.rstrip().rpartition("\n")[2].strip()
+    if signals.ended:
+        reason = "Slurm ended the job before its ranks had stopped"
+    elif lost:
+        reason = f"{lost[1]} is lost: {last_line}"
+    else:
+        reason = f"{srun_end}, and no process recorded how the ranks ended" + (f": {last_line}" if last_line else "")
+    number = run.newest_attempt().number + 1
+    will_restart = bool(signals.ended or lost) and carried.may_begin(number)
+    return failed(reason, host=lost[1] if lost else start.host, log="launcher/tasks.log", goes_on=will_restart)
+
+
+def _ask(carried: Carried) -> JobNow | None:
+    try:
+        return show_job(carried.start.job_id, carried.environment)
+    except SlurmError:
+        return None
+
+
+def _was_cancelled(job: JobNow) -> bool:
+    return job.ends and not job.preempted and job.reason != "TimeLimit"
+
+
+def _conclude(carried: Carried, attempt: AttemptDir) -> int:
+    """Have the job started again if the run continues; return the exit code of the job."""
+    run = carried.run
+    last = retry_outage(run.newest_attempt)
+    end = read_end(last)
+    if end is None or not end.will_restart:
+        return _finish(run)
+    by = start_next_attempt(carried, last)
+    print(f"attempt {last.number} ended ({end.reason}); the next one is started by {by}", file=sys.stderr, flush=True)
+    if final_end(run) is not None:
+        return _finish(run)
+    return _GOES_ON_ELSEWHERE
+
+
+def _finish(run: RunDir) -> int:
+    """Delete the secrets of a run that has ended; return the exit code for its outcome."""
+    drop_secrets(run)
+    end = retry_outage(lambda: final_end(run))
+    if end is None or end.outcome == "FAILED":
+        code = end.root_cause.exit_code if end and end.root_cause else None
+        return min(max(code or 1, 1), 255)
+    # A stopped run is not done either: no job with an afterok dependency on it may start.
+    return 0 if end.outcome == "COMPLETED" else RunCancelledError.exit_code
+
+
+def _read_from(log: Path, offset: int) -> str:
+    """Read a log from `offset` on; its last 8 KiB at most."""
+    try:
+        with log.open("rb") as file:
+            file.seek(max(offset, file.seek(0, 2) - 8192))
+            return file.read().decode("utf-8", errors="replace")
+    except OSError:
+        return ""
+
+
+def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:
+    """Requeue the job, or submit a follow-up job, for the attempt after `attempt`; return what starts it.
+
+    Retries for as long as this process lives when the controller does not answer. The job's number of restarts shows
+    whether a requeue without an answer took effect.
+    """
+    run = carried.run
+    pause_s = _FIRST_PAUSE_S
+    while True:
+        if retry_outage(run.newest_attempt).number > attempt.number:
+            return "another start of the job"
+        if is_file(run.cancel_file):
+            end_run(run, cancelled("cancelled before it was started again"))
+            return "nothing: the run was cancelled"
+        try:
+            return _try(carried, attempt)
+        except SlurmError as error:
+            if not error.transient:
+                return _give_up(run, error)
+            print(f"{error.message}; retrying in {pause_s:.0f} s", file=sys.stderr, flush=True)
+        except (ClusterddpError, OSError) as error:
+            return _give_up(run, error)
+        time.sleep(pause_s)
+        pause_s = min(_LONGEST_PAUSE_S, pause_s * 2)
+
+
+def _try(carried: Carried, attempt: AttemptDir) -> str:
+    """Try once; return what starts the next attempt.
+
+    Raises: SlurmError: `transient`: the caller has to retry.
+    """
+    start, environ = carried.start, carried.environment
+    job = show_job(start.job_id, environ)
+    if job is not None and job.restarts > start.restart_count:
+        return "the same job, requeued"
+    if job is None:
+        return _follow_up(carried, attempt, "Slurm no longer knows the job")
+    try:
+        requeue_job(start.job_id, environ)
+    except SlurmError as error:
+        if error.transient or "pending" in error.message.lower():
+            raise SlurmError(error.message, transient=True) from error
+        return _follow_up(carried, attempt, error.message)
+    log_event(carried.run, "requeued", attempt=attempt.number, job_id=start.job_id)
+    return "the same job, requeued"
+
+
+def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
+    """Submit another job for the next attempt, unless an earlier try has submitted it.
+
+    Raises: SlurmError: Slurm refuses it. `transient`: the caller has to retry.
+    """
+    from clusterddp.places.slurm.launcher import submit_attempt
+
+    run, number = carried.run, attempt.number + 1
+    job_id = _find_follow_up(carried, number)
+    if job_id is None:
+        job_id = submit_attempt(run, number, carried.environment, keep_variables=True).job_id
+    log_event(run, "follow_up", attempt=number, job_id=job_id, why=why)
+    return f"follow-up job {job_id} ({why})"
+
+
+def _find_follow_up(carried: Carried, number: int) -> str | None:
+    record = read_run(carried.run)
+    if record.job_tag != job_tag(record.token, number):
+        return None
+    job = find_job(carried.run, record, carried.environment)
+    if job is None:
+        return None
+    write_job_answer(carried.run, record.job_tag, JobAnswer(job_id=job.job_id, cluster=record.cluster))
+    return job.job_id
+
+
+def _give_up(run: RunDir, error: Exception) -> str:
+    message = error.message if isinstance(error, ClusterddpError) else str(error)
+    reason = f"could neither requeue the job nor submit a follow-up job: {message}"
+    end_run(run, failed(reason, log="launcher/job.log"))
+    return f"nothing: {message}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,328 @@
+"""The slurm launcher: submits a run as one job; when sbatch's answer is unclear, it finds the job by its tag."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
+from clusterddp.places.slurm.commands import run_slurm
+from clusterddp.places.slurm.explain import advise_refusal
+from clusterddp.places.slurm.find_job import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
+from clusterddp.places.slurm.jobs import Phase
+from clusterddp.places.slurm.queue import Slurm
+from clusterddp.places.slurm.state import ask_slurm
+from clusterddp.plan.plan import Plan, move_plan, read_plan
+from clusterddp.plan.processes import EXEC_MODULE, python_path, travelling_variables
+from clusterddp.plan.program import TRAINER
+from clusterddp.plan.slurm import IMPORT_PATH, find_dependency, without_waiting
+from clusterddp.run.attempts import Report, Started, no_report
+from clusterddp.run.directory import RunDir
+from clusterddp.run.job_tag import job_tag
+from clusterddp.run.record import (
+    JobAnswer,
+    RankRecord,
+    RunRecord,
+    drop_secrets,
+    log_event,
+    read_run,
+    write_job_answer,
+    write_run,
+)
+from clusterddp.run.stacks import request_stacks
+from clusterddp.run.state import Answer, Records
+from clusterddp.run.sweep import SweepDir
+from clusterddp.spec.train import FOLDER, is_there
+from clusterddp.system.files import write_json
+
+if TYPE_CHECKING:
+    from clusterddp.places.ssh.sync import Synchroniser
+    from clusterddp.run.directory import AttemptDir
+
+_END_TIMEOUT_S = 60.0
+"""How long a job may take to end after scancel: Slurm's KillWait (30 s by default) and a reserve."""
+
+_SHARES_GPUS_SINCE = (22, 5)
+"""The release from which on an overlapping step shares GPUs: before, it waits for those that the ranks have."""
+
+
+class SlurmLauncher:
+    """Runs as jobs of Slurm."""
+
+    killed = "cancelled; Slurm has ended its job"
+    things = "jobs"
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def check(self, plan: Plan) -> None:
+        """Check that the data set is there before the job takes its GPUs: nodes often have no internet.
+
+        A directory that does not exist here may exist on the nodes only; then the plan has a note on it.
+        Raises: PreflightError: the directory exists here and lacks the data set.
+        """
+        train = plan.spec.get("train")
+        if plan.slurm is None or plan.gang.on_cpu or plan.gang.entry.target != TRAINER or not train:
+            return
+        name, data_dir = str(train["dataset"]), Path(train["data_dir"])
+        if is_there(name, data_dir) or _is_elsewhere(plan, data_dir):
+            return
+        if name != FOLDER:
+            argv = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
+            path = "".join(f"{key}={shlex.quote(value)} " for key, value in python_path({}).items())
+            hint = f"{path}{shlex.join(argv)}  # downloads it here; train.data_dir names a directory that has it"
+        else:
+            hint = "train.data_dir names the directory that has it: train/CLASS/ and test/CLASS/"
+        raise PreflightError(
+            f"{plan.name}: {name} is not in {data_dir}, and the nodes would look for it only after the job has started",
+            hint=hint,
+        )
+
+    def renew(self, plan: Plan) -> Plan:
+        """Return the plan for the next submit, with the dependencies that are left.
+
+        Raises: UsageError: a run that it depends on ended with another outcome.
+        """
+        assert plan.slurm is not None
+        if not plan.spec.get("after"):
+            return plan
+        dependency, _ = find_dependency(plan.spec["after"], plan.runs_dir)
+        options = {name: value for name, value in plan.slurm.sbatch_options.items() if name != "dependency"}
+        if dependency:
+            options["dependency"] = dependency
+        return dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
+
+    def observer(self) -> Slurm | None:
+        """Return a `Slurm` whose answers are at most 0.5 s old."""
+        return Slurm(self._environ, max_age_s=0.5)
+
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
+        """Have Slurm cancel the run's job; True when the job may be running and will record the end itself.
+
+        Raises: SlurmError: Slurm refuses.
+        """
+        try:
+            job = find_job(run, record, self._environ)
+            if job is None or is_over(job):
+                return False
+            cancel_job(record.name, record, job, self._environ)
+        except SlurmError as error:
+            if not error.transient:
+                raise
+            return True  # the supervisors see the CANCEL file without the controller
+        return job.phase is not Phase.WAITING
+
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
+        """Signal the job's batch process: over a slow file system it may see the STOP file late.
+
+        Raises: SlurmError: Slurm could not be asked.
+        """
+        job = find_job(run, record, self._environ)
+        if job is not None and not is_over(job):
+            signal_batch(record.name, record, job, self._environ)
+
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
+        """Ask by a file, for which the head lists the attempt's directory twice a second."""
+        return request_stacks(attempt)
+
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the srun of a step of the run's job on the rank's node.
+
+        The step has the cores of a rank, all memory of the job, and all of its GPUs, because it asks for none.
+        Raises: SlurmError: Slurm could not be asked. UsageError: the ranks are in a container, whose files and
+        processes the command would not see. ClusterddpError: the job does not run.
+        """
+        plan = read_plan(run)
+        assert plan.slurm is not None
+        job = find_job(run, record, self._environ)
+        if job is None or job.phase is not Phase.RUNNING:
+            raise ClusterddpError(f"{run.name}: its job does not run: {job.state if job else 'Slurm has none'}")
+        job_id = job.job_id
+        if "_" in job_id:  # srun finds the task of an array by its own number
+            job_id = run_slurm(
+                ["squeue", "--noheader", "--format=%A", f"--jobs={job_id}"], environ=self._environ
+            ).strip()
+        step = ["srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={rank.host}"]
+        step += [f"--cpus-per-task={plan.slurm.sbatch_options['cpus_per_task']}", "--mem=0", "--mpi=none"]
+        if plan.slurm.container is not None:
+            raise UsageError(
+                f"{run.name}: its ranks are in a container, in which clusterddp starts no command",
+                hint=f"{shlex.join(step)} --pty, and your container's own options, start another one of its image",
+            )
+        version = re.findall(r"\d+", run_slurm(["srun", "--version"], environ=self._environ))[:2]
+        if version and tuple(map(int, version)) < _SHARES_GPUS_SINCE:
+            step += ["--gres=none"]
+        # With --disable-status the first Ctrl-C goes to the command; a second one within 1 s ends srun.
+        step += ["--quiet", "--disable-status", "--pty" if terminal else "--unbuffered", f"--chdir={run.launcher_dir}"]
+        return [*step, sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
+
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
+        """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.
+
+        Raises: SlurmError: Slurm could not be asked.
+        """
+        if not is_over(wait_for_end(run, record, self._environ, timeout_s)):
+            return False
+        drop_secrets(run)
+        return True
+
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+        """Cancel a leftover job of a run that has ended; return the number of cancelled jobs.
+
+        Raises: SlurmError: Slurm could not be asked. ClusterddpError: the job does not end.
+        """
+        job = find_job(run, record, self._environ)
+        if job is None or is_over(job):
+            return 0
+        # The job may still clean up.
+        job = wait_for_end(run, record, self._environ, 5.0)
+        if job is None or is_over(job):
+            return 0
+        cancel_job(record.name, record, job, self._environ)
+        job = wait_for_end(run, record, self._environ, _END_TIMEOUT_S)
+        if job is not None and not is_over(job):
+            raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
+        return 1
+
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
+        """Submit the job that starts with this attempt; see `submit_attempt`."""
+        return submit_attempt(run, attempt, self._environ)
+
+    def withdraw(self, run: RunDir) -> str:
+        """Cancel a job whose submit was interrupted; see `withdraw_job`."""
+        return withdraw_job(run, self._environ)
+
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Say what queue and accounting know of the run's job."""
+        return ask_slurm(records, slurm)
+
+
+def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variables: bool = False) -> Started:
+    """Submit the job that starts with this attempt; sbatch runs once.
+
+    The job's tag is written into the record before sbatch runs. The job's id goes into a file of its own afterwards,
+    because the record may name a follow-up job by then. `keep_variables`: a job submits its follow-up job, which keeps
+    the variables and secrets of the earlier submit and waits for none of its dependencies.
+    Raises: SlurmError: Slurm refused the job. `transient`: it is unknown whether Slurm has the job.
+    """
+    plan = _plan_from(run, attempt, waits=not keep_variables)
+    if not keep_variables:
+        write_variables(run, plan, environ)
+    tag = job_tag(plan.token, attempt)
+    record = dataclasses.replace(
+        read_run(run),
+        job_tag=tag,
+        job_attempt=attempt,
+        job_id=None,
+        cluster=None,
+        keeper=None,
+        array_index=None,
+    )
+    write_run(run, record)
+    answer, warnings = submit_job(run, plan, record, environ)
+    job_id, _, cluster = answer.partition(";")
+    try:
+        write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=cluster or None))
+    except ClusterddpError:  # the disk is full: the job's id would be lost
+        withdraw_job(run, environ)
+        raise
+    log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": warnings} if warnings else {}))
+    return Started(job_id)
+
+
+def withdraw_job(run: RunDir, environ: Mapping[str, str]) -> str:
+    """Cancel a job whose submit was interrupted; return a sentence on the result."""
+    record = read_run(run)
+    try:
+        job = wait_for_job(run, record, environ, num_looks=3)
+        if job is None:
+            return "Slurm has no job of this run"
+        cancel_job(record.name, record, job, environ)
+    except SlurmError as error:
+        return f"Slurm may have a job of this run ({error.message}); that job would start nothing"
+    finally:
+        drop_secrets(run)
+    return f"its job {job.job_id} was cancelled"
+
+
+def write_variables(run: RunDir, plan: Plan, environ: Mapping[str, str]) -> None:
+    """Write the variables that the ranks get from this shell; secrets go into a file that is deleted at the end."""
+    write_json(run.job_environment, variables_for(plan, environ))
+    if plan.secrets:
+        write_json(run.job_secrets, {name: environ[name] for name in plan.secrets})
+
+
+def variables_for(plan: Plan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that the ranks get from this shell."""
+    assert plan.slurm is not None
+    variables = travelling_variables(environ)
+    if plan.slurm.container:
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, (variables.get("PYTHONPATH"), IMPORT_PATH)))
+    return variables
+
+
+def submit_job(
+    run: RunDir, plan: Plan, record: RunRecord, environ: Mapping[str, str], *, sweep: SweepDir | None = None
+) -> tuple[str, str]:
+    """Run sbatch once; return the job's id and sbatch's warnings.
+
+    For the job array of a sweep, `run` is the first of its runs; all have a job if the first has one.
+    """
+    from clusterddp.places.slurm.executor import JobExecutor
+
+    assert plan.slurm is not None
+    place = sweep or run
+    executor = JobExecutor(place.launcher_dir, plan.slurm, environ)
+    try:
+        return executor.submit_job(), executor.warnings
+    except SlurmError as error:
+        return _adopt(run, record, environ, error, name=place.name), ""
+
+
+def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: SlurmError, *, name: str) -> str:
+    """Find the job although sbatch has failed; return its id.
+
+    Raises: SlurmError: Slurm has no job; the error is sbatch's. `transient`: it is unknown whether Slurm has one.
+    """
+    job = None
+    try:
+        job = wait_for_job(run, record, environ, num_looks=4 if error.transient else 2)
+    except SlurmError as unanswered:
+        if error.transient or unanswered.transient:
+            raise SlurmError(
+                f"{name}: it is not known whether Slurm has taken the job: {error.message}; then {unanswered.message}",
+                hint=f"clusterddp status {name} shows it once Slurm answers",
+                transient=True,
+            ) from unanswered
+    if job is None or (is_over(job) and not error.transient):
+        # Slurm keeps a job that it refuses after accepting it: the job is in the queue and has failed.
+        hint = error.hint or advise_refusal(error.message)
+        raise SlurmError(f"{name} was not submitted: {error.message}", hint=hint, transient=False) from error
+    log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
+    return job.job_id
+
+
+def _plan_from(run: RunDir, attempt: int, *, waits: bool) -> Plan:
+    plan = read_plan(run)
+    assert plan.slurm is not None
+    if not waits:
+        options = without_waiting(plan.slurm.sbatch_options)
+        plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
+    return move_plan(plan, run.path, attempt)
+
+
+def _is_elsewhere(plan: Plan, data_dir: Path) -> bool:
+    """Say whether the data may be in a directory that exists on the nodes or in the container only."""
+    named = any(change["key"] == "train.data_dir" for change in plan.changes)
+    assert plan.slurm is not None
+    mounts = (plan.slurm.container or {}).get("mounts", ())
+    inside = [Path(parts[1]) for mount in mounts if len(parts := mount.split(":")) > 1]
+    return (named and not data_dir.exists()) or any(data_dir.is_relative_to(target) for target in inside)

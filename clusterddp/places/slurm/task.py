@@ -1,0 +1,368 @@
+"""A task of Slurm's: srun starts `python -m clusterddp.places.slurm.task RUN_DIR ATTEMPT` per rank.
+
+It starts its rank as its own child when the node's supervisor orders it, so that Slurm's binding to cores, GPUs and
+memory, and its accounting, hold for the rank. It stays for restarts of the gang, and exits with the rank's exit code
+when the supervisor lets it. tasks.py lists the messages between them. The first task of each node also starts that
+supervisor, and forwards to it the signals that ask for a stop: with `proctrack/cgroup` Slurm signals its tasks and not
+their children, with `proctrack/linuxproc` all of them, so the supervisor may receive a signal twice.
+
+It imports next to nothing: sixteen of these start at once on two cores.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
+from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment
+from clusterddp.ranks.slurm_step import StepPlace, read_place
+
+MAX_PACKET = 1 << 20
+_PREFIX = "\0clusterddp-"
+"""The prefix of the names of our sockets; they are abstract and so in no directory."""
+_PEER = struct.Struct("3i")
+_ONE_DESCRIPTOR = socket.CMSG_LEN(4)
+SUPERVISOR = "clusterddp.places.slurm.supervisor"
+_START_TIMEOUT_S = 600.0
+"""How long the node's supervisor may take to listen, where the plan of an older version has no limit."""
+_GUARD_S = 45.0
+"""How long the guard of a supervisor that was killed may take for its cleanup, while its storage is away."""
+_RECORD_S = 8.0
+"""How long the rest of the gang may take to record its end."""
+
+
+def main() -> int:
+    """Serve the node's supervisor; the exit code is the rank's."""
+    holder = Holder()
+    try:
+        run_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
+        place = read_place(os.environ)
+        gang = _read_gang(run_dir, place)
+        task = Task(run_dir, attempt, place, gang, holder)
+    except ClusterddpError as error:
+        hint = f"; hint: {error.hint}" if error.hint else ""
+        sys.stderr.write(f"clusterddp: {socket.gethostname()}: {error.message}{hint}\n")
+        return 1
+    return task.serve()
+
+
+class Holder:
+    """Holds a rank for the supervisor; `serve` returns when the supervisor lets it exit, or has ended."""
+
+    def __init__(self) -> None:
+        self.forward: Callable[[int], object] = lambda number: None
+        """Receives each signal that asks for a stop; those before `serve` when it begins."""
+        self._rank_pid: int | None = None
+        self._returncode: int | None = None
+        self._reader, writer = os.pipe()
+        for end in (self._reader, writer):
+            os.set_blocking(end, False)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGCHLD):
+            # A handler and not SIG_IGN: what is ignored stays ignored in the rank.
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        become_subreaper()
+        self._sock: socket.socket
+
+    def serve(self, sock: socket.socket, here: dict[str, Any]) -> int | None:
+        """Send `here`, carry out the supervisor's orders, and return the exit code of its `leave`; None: it has ended.
+
+        `exit_code` gives the rank's own exit code, where that is not 0.
+        """
+        self._sock = sock
+        self._send({"kind": "here", **here})
+        poll = select.poll()
+        poll.register(self._sock, select.POLLIN)
+        poll.register(self._reader, select.POLLIN)
+        while True:
+            poll.poll()
+            self._take_signals()
+            self._look_at_children()
+            order = self._receive()
+            if order is None:
+                continue
+            if order["kind"] == "leave":
+                return int(order["exit_code"])
+            if order["kind"] == "gone":
+                return None
+            self._obey(order)
+
+    def kill_rank(self) -> None:
+        """Kill the rank, because its supervisor has ended."""
+        if self._rank_pid is not None:
+            signal_group(self._rank_pid, signal.SIGKILL)
+            os.waitpid(self._rank_pid, 0)
+            self._returncode = self._returncode if self._returncode is not None else -signal.SIGKILL
+
+    def exit_code(self, otherwise: int) -> int:
+        """Return the rank's exit code as a shell has it; `otherwise` where it is 0 or there is none."""
+        code = self._returncode
+        if code is None:
+            return otherwise
+        return 128 - code if code < 0 else code or otherwise
+
+    def _obey(self, order: dict[str, Any]) -> None:
+        if order["kind"] == "start":
+            self._start_rank(order)
+        elif order["kind"] == "signal" and self._rank_pid is not None:
+            signal_group(self._rank_pid, order["number"])
+        elif order["kind"] == "reap" and self._rank_pid is not None:
+            os.waitpid(self._rank_pid, 0)
+            self._rank_pid = None
+
+    def _start_rank(self, order: dict[str, Any]) -> None:
+        variables = {
+            name: value
+            for name, value in order["variables"].items()
+            if name not in order["unless"] or name not in os.environ
+        }
+        environment = inherited_environment() | variables | {SUPERVISOR_PID: str(os.getpid())}
+        self._returncode = None
+        try:
+            self._rank_pid = start_rank(
+                Path(order["run_dir"]),
+                environment=environment,
+                stdout=Path(order["stdout"]),
+                stderr=Path(order["stderr"]),
+                listener=order.get("listener"),
+            )
+        except OSError as error:
+            self._send({"kind": "not_started", "error": str(error)})
+        else:
+            self._send({"kind": "started", "pid": self._rank_pid})
+        if "listener" in order:
+            os.close(order["listener"])
+
+    def _take_signals(self) -> None:
+        numbers: set[int] = set()
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(self._reader, 4096):
+                numbers |= set(data)
+        for number in sorted(numbers & STOP_SIGNALS):
+            self.forward(number)
+
+    def _look_at_children(self) -> None:
+        """Report the rank's end; it stays a zombie and keeps its pid until the supervisor sends `reap`."""
+        while True:
+            try:
+                ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            except ChildProcessError:
+                return
+            if ended is None:
+                return
+            if ended.si_pid == self._rank_pid:
+                if self._returncode is None:
+                    code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+                    self._returncode = code
+                    self._send({"kind": "ended", "returncode": code})
+                return
+            os.waitpid(ended.si_pid, 0)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        try:
+            self._sock.send(json.dumps(message).encode())
+        except OSError:
+            return  # it has ended, which the next receive finds
+
+    def _receive(self) -> dict[str, Any] | None:
+        try:
+            # Not socket.recv_fds, which ignores its flags, and so would wait (Python 3.11).
+            packet, ancillary, _, _ = self._sock.recvmsg(MAX_PACKET, _ONE_DESCRIPTOR, socket.MSG_DONTWAIT)
+        except BlockingIOError:
+            return None
+        except OSError:
+            packet, ancillary = b"", []
+        message = dict(json.loads(packet)) if packet else {"kind": "gone"}
+        given = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
+        return message | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
+
+
+class Task:
+    """One task of the step."""
+
+    def __init__(self, run_dir: Path, attempt: int, place: StepPlace, gang: dict[str, Any], holder: Holder) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._place = place
+        self._holder = holder
+        self._name = socket_name(
+            gang["token"],
+            job=place.job_id,
+            start=place.restart_count,
+            step=place.step_id,
+            attempt=attempt,
+            node_rank=place.node_rank,
+        )
+        if place.local_rank == 0:
+            self._start_supervisor(gang)
+        self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
+
+    def serve(self) -> int:
+        """Carry out the supervisor's orders until it lets this task exit, or has ended."""
+        binding = os.environ.get("SLURMD_TRES_BIND", "") + os.environ.get("SLURM_TRES_BIND", "")
+        gpus = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus_bound": "gpu:" in binding}
+        exit_code = self._holder.serve(self._sock, {"rank": self._place.rank, **gpus})
+        if exit_code is None:
+            return self._survive()
+        self._await_end_of_supervisor()
+        return self._holder.exit_code(exit_code)
+
+    def _start_supervisor(self, gang: dict[str, Any]) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self._name)
+        listener.listen(1024)
+        # Blocked until it handles them: at its start a signal would end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            process = self._start(gang, listener)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self._supervisor = process
+        # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
+        self._holder.forward = process.send_signal
+        listener.close()
+
+    def _start(self, gang: dict[str, Any], listener: socket.socket) -> subprocess.Popen[bytes]:
+        # Only here, because the other tasks of the node import next to nothing.
+        from clusterddp.run.gang import Gang
+        from clusterddp.run.supervisors import JobOrder, SupervisorOrder, start_supervisor
+
+        place = self._place
+        record = _read_json(self._run_dir / "run.json")
+        order = SupervisorOrder(
+            run_dir=self._run_dir,
+            gang=Gang.from_json(gang | {"nodes": self._nodes_of_step(gang)}),
+            node_rank=place.node_rank,
+            attempt=self._attempt,
+            link=None,
+            parent_bound=False,
+            tasks=listener.fileno(),
+            job=JobOrder(
+                job_id=place.job_id,
+                restart_count=place.restart_count,
+                used_restarts=max(0, self._attempt - int(record.get("base_attempt", 0))),
+                job_tag=record.get("job_tag"),
+                heads=tuple(filter(None, (place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR")))),
+            ),
+        )
+        return start_supervisor(order, inherited_environment(), answers=False, module=SUPERVISOR)
+
+    def _nodes_of_step(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
+        place = self._place
+        return [
+            {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
+            for node_rank, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
+        ]
+
+    def _reach_supervisor(self, timeout_s: float) -> socket.socket:
+        deadline = time.monotonic() + timeout_s
+        pause_s = 0.01
+        while True:
+            sock = connect(self._name)
+            if sock is not None:
+                return sock
+            if time.monotonic() >= deadline:
+                raise ClusterddpError(
+                    f"rank {self._place.rank}: the first task of this node did not start within {timeout_s:g} s"
+                )
+            time.sleep(pause_s)
+            pause_s = min(pause_s * 1.5, 0.2)
+
+    def _survive(self) -> int:
+        """Kill the rank, because its supervisor has ended; return when the rest of the gang has recorded the end.
+
+        Our exit code makes srun end the whole step, and so every process that has still something to record.
+        """
+        self._holder.kill_rank()
+        # The supervisor's guard holds the same socket: a connection to it ends when the guard exits.
+        guard = connect(self._name)
+        if guard is not None:
+            guard.settimeout(_GUARD_S)
+            with contextlib.suppress(OSError):
+                guard.recv(1)
+            guard.close()
+        self._await_record()
+        return self._holder.exit_code(1)
+
+    def _await_record(self) -> None:
+        deadline = time.monotonic() + _RECORD_S
+        attempts = self._run_dir / "attempts"
+        while time.monotonic() < deadline:
+            with contextlib.suppress(OSError, ValueError):  # storage that is away may come back
+                newest = max(int(name) for name in os.listdir(attempts) if name.isdigit())
+                if (attempts / str(newest) / "end.json").exists():
+                    return
+            time.sleep(0.1)
+
+    def _await_end_of_supervisor(self) -> None:
+        """Stay until the supervisor has exited: Slurm ends what is left when its last task has."""
+        self._sock.settimeout(5.0)
+        with contextlib.suppress(OSError):
+            while self._sock.recv(MAX_PACKET):
+                pass
+
+
+def connect(name: str) -> socket.socket | None:
+    """Connect to the supervisor, or to its guard, which holds the same socket; None: no process listens.
+
+    Raises: ClusterddpError: another user's process has taken the name.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    try:
+        sock.connect(name)
+    except OSError:
+        sock.close()
+        return None
+    pid, uid = peer_of(sock)
+    if uid != os.getuid():
+        raise ClusterddpError(f"process {pid} of user {uid} listens in place of the supervisor of this node")
+    return sock
+
+
+def socket_name(token: str, *, job: str, start: int, step: str, attempt: int, node_rank: int) -> str:
+    """Name the socket of one node for one step of one start of a job."""
+    facts = f"tasks of {token}:{job}:{start}:{step}:{attempt}:{node_rank}"
+    return _PREFIX + hashlib.sha256(facts.encode()).hexdigest()[:40]
+
+
+def peer_of(sock: socket.socket) -> tuple[int, int]:
+    """Return the pid and the uid of the process at the other end."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    return pid, uid
+
+
+def _read_gang(run_dir: Path, place: StepPlace) -> dict[str, Any]:
+    gang: dict[str, Any] = _read_json(run_dir / "plan.json")["gang"]
+    planned = sum(len(node["ranks"]) for node in gang["nodes"])
+    if planned != place.world_size:
+        raise ClusterddpError(f"the plan has {planned} ranks, srun has started {place.world_size} tasks")
+    return gang
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        with path.open(encoding="utf-8") as file:
+            return dict(json.load(file))
+    except (OSError, ValueError) as error:
+        raise ClusterddpError(
+            f"{path} cannot be read: {error}",
+            hint="the run directory must be on storage that all nodes share; --runs DIR names another one",
+        ) from error
+
+
+if __name__ == "__main__":
+    sys.exit(main())

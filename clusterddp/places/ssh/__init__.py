@@ -1,0 +1,1 @@
+"""Runs on hosts over SSH: the connections, the uploads and downloads, the launcher; paramiko is here only."""

@@ -1,0 +1,222 @@
+"""Runs on this host: their directories, supervisors, end, and what they have written."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import stat
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.places.ssh.agent.operations import Body, Host, Reply
+from clusterddp.places.ssh.agent.store import check_out
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import read_spooled
+from clusterddp.run.cleanup import end_run_here, find_processes, read_cookie
+from clusterddp.run.directory import RunDir
+from clusterddp.run.leftovers import Ended, end_left_over
+from clusterddp.run.record import boot_id
+from clusterddp.run.stacks import request_stacks
+from clusterddp.run.stop import request_stop
+from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
+from clusterddp.system.files import read_json, read_tail, write_bytes, write_json, write_text
+
+MAX_REPLY_BYTES = 8 << 20
+"""Most data in one answer: it is held in memory on both sides."""
+_FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
+_FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
+"""What the run writes; the rest was uploaded, or is the user's own."""
+
+
+class Hold:
+    """A supervisor that ends with this connection: it ends its gang when its standard input closes."""
+
+    def __init__(self, process: subprocess.Popen[bytes], run_dir: Path) -> None:
+        self.process = process
+        self.run_dir = run_dir
+
+    def close(self) -> None:
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+
+def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Make a run's directory, or bring one up to date for its next attempt; `code`: the digest of its code.
+
+    The body is its submission file, if it has one.
+    """
+    run = RunDir(host.run_dir(request["name"]))
+    if request["code"] is not None:
+        check_out(host, request["code"], run.path)
+    for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    attempt = run.attempt(request["attempt"])
+    for directory in (attempt.path, attempt.ranks, attempt.logs):
+        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    run.cancel_file.unlink(missing_ok=True)
+    write_json(run.plan, request["plan"])
+    write_json(run.record, request["record"])
+    write_text(run.spec, request["spec"])
+    if body.size:
+        write_bytes(run.submission, body.read_all())
+    return {"run_dir": str(run.path)}
+
+
+def supervise(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Start the supervisor of a node; it ends with this connection until it is released.
+
+    Returns when the head listens, and reports the address; for other nodes, when the head has accepted the supervisor.
+
+    `order` is a `SupervisorOrder`; `variables` are added to its environment, the values of the run's secrets among
+    them; `patience_s`: how long the agent waits for the launcher's next request from now on.
+    """
+    order = SupervisorOrder.from_json(request["order"])
+    environment = inherited_environment() | {"PYTHONPATH": host.python_path(os.environ)} | request["variables"]
+    process = start_supervisor(order, environment, answers=True)
+    host.hold(Hold(process, order.run_dir))
+    host.patience_s = request["patience_s"]
+    answer = read_answer(process, order.gang.start_timeout_s)
+    if answer is None:
+        head = order.gang.nodes[0].host
+        what = "did not report where it listens" if order.is_head else f"did not reach node 0 on {head}"
+        raise ClusterddpError(f"the supervisor {what}: {_last_line(supervisor_log(order.run, order.node_rank))}")
+    return {"pid": process.pid, **answer}
+
+
+def ask(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """Ask a run to stop (a checkpoint first), to report its stacks, or to end, by the files that supervisors watch.
+
+    `reason`: of an end; the id of the report. Or release its supervisors: they go on when this connection ends.
+    """
+    run, what = RunDir(host.run_dir(request["name"])), request["what"]
+    if not run.path.is_dir():
+        return {"found": False}
+    if what == "release":
+        for hold in [hold for hold in host.find_held(Hold) if hold.run_dir == run.path]:
+            send(hold.process, {"detach": True})
+            host.release(hold)
+    elif what == "cancel":
+        write_json(run.cancel_file, {"by": request["reason"], "time": time.time()}, exclusive=True)
+    elif attempts := run.attempts():
+        if what == "stop":
+            request_stop(attempts[-1].stop_file, request["reason"])
+        else:
+            request_stacks(attempts[-1], request["reason"])
+    return {"found": True}
+
+
+def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """End every process of the runs with these `tokens` on this host.
+
+    `patience_s`: how long their supervisors have to do so themselves; null: only runs that have no live supervisor,
+    guard or task are ended.
+    """
+    patience_s = request["patience_s"]
+    if patience_s is None:
+        ended = [end_left_over(token) for token in request["tokens"]]
+    else:
+        ended = [_end(token, patience_s) for token in request["tokens"]]
+    return {"ended": [dataclasses.asdict(each) for each in ended]}
+
+
+def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
+    """List the live processes of runs, and their files: path -> [size, time of the last change in ns].
+
+    `files` is null when they are those of the last list on this connection.
+    """
+    asked = {each["name"]: each["token"] for each in request["runs"]}
+    # Processes are listed first: the last one that exits has written its files before.
+    cookies = {read_cookie(process) for process in find_processes(*(f"{token}." for token in asked.values()))}
+    answers = {}
+    for name, token in asked.items():
+        run = RunDir(host.run_dir(name))
+        roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{token}.")}
+        files = dict(_files_of(run.path))
+        end_attempt, end = _newest_end(run, token)
+        answers[name] = {
+            "boot": boot_id(),
+            "alive": sorted(role for role in roles if role),
+            "has_run": run.path.is_dir(),
+            "end_attempt": end_attempt,
+            "end": end,
+            "files": None if host.listed.get(name) == files else files,
+        }
+        host.listed[name] = files
+    return {"runs": answers}
+
+
+def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
+    """Send pieces of files of the run `name`: of each of `parts` at most `limit` bytes from `offset` on.
+
+    The answer on each part: `length` sent, `size` and `mtime_ns` of the file; and `gone` when it cannot be read.
+    """
+    run = RunDir(host.run_dir(request["name"]))
+    answers, pieces, left = [], [], MAX_REPLY_BYTES
+    for part in request["parts"]:
+        facts, piece = _read_part(run, part, left)
+        answers.append(facts)
+        pieces.append(piece)
+        left -= len(piece)
+    return Reply(facts={"parts": answers}, chunks=pieces, size=sum(map(len, pieces)))
+
+
+def _end(token: str, patience_s: float) -> Ended:
+    found, left = end_run_here(token, patience_s=patience_s)
+    return Ended(token=token, ended=found - len(left), left=tuple(map(str, left)))
+
+
+def _last_line(log: Path) -> str:
+    return read_tail(log).rpartition("\n")[2].strip() or "it wrote nothing"
+
+
+def _newest_end(run: RunDir, token: str) -> tuple[int | None, dict[str, Any] | None]:
+    try:
+        attempts = run.attempts()
+    except OSError:
+        return None, None
+    for attempt in reversed(attempts):
+        end = read_json(attempt.end)
+        if end is None and (spooled := read_spooled(token, attempt.number)) is not None:
+            end = dataclasses.asdict(spooled)
+        if end is not None:
+            return attempt.number, end
+    return None, None
+
+
+def _files_of(root: Path) -> Iterator[tuple[str, list[int]]]:
+    for folder, folders, names in os.walk(root):
+        here = os.path.relpath(folder, root)
+        if here == ".":
+            folders[:] = _FOLDERS
+        for name in sorted(names):
+            if name.startswith(".") or (here == "." and name not in _FILES):
+                continue  # a file that is being written, or not the run's
+            try:
+                found = os.lstat(os.path.join(folder, name))
+            except OSError:
+                continue
+            if stat.S_ISREG(found.st_mode):
+                yield os.path.normpath(os.path.join(here, name)), [found.st_size, found.st_mtime_ns]
+
+
+def _read_part(run: RunDir, part: dict[str, Any], left: int) -> tuple[dict[str, Any], bytes]:
+    path = Path(part["path"])
+    if path.is_absolute() or ".." in path.parts:
+        raise ValueError(f"not a file of a run: {part['path']!r}")
+    try:
+        descriptor = os.open(run.path / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return {"gone": True, "length": 0, "size": 0, "mtime_ns": 0}, b""
+    try:
+        found = os.fstat(descriptor)
+        data = os.pread(descriptor, min(part["limit"], left), part["offset"]) if left > 0 else b""
+    finally:
+        os.close(descriptor)
+    facts = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
+    return facts, data

@@ -1,0 +1,362 @@
+"""A run on one host: which of its files are downloaded and how, and the report of the host (`launcher/hosts.json`)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import fcntl
+import os
+import re
+import time
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.run.attempts import Report, final_end, no_report
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Gang
+from clusterddp.run.host_reports import HostReport, is_foreign, read_reports, start_of, write_reports
+from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
+from clusterddp.run.state import RunState, RunView
+from clusterddp.system.files import read_json
+
+if TYPE_CHECKING:
+    from clusterddp.plan.ssh import HostAccess, SshNode, SshPlan
+
+Listed = tuple[int, int]
+"""A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""
+Kind = Literal["grows", "whole", "end", "events", "large"]
+"""How a file is downloaded. grows: new bytes are appended. whole: small, replaced at once. end: small, never replaced.
+events: its rows are added to the local ones. large: under a temporary name first, and checked."""
+_ATTEMPT_FACTS = re.compile(r"attempts/\d+/((start|stopped|usage|stacks/[A-Za-z0-9-]{1,40})\.json|ASKED)")
+_OF_ATTEMPT = re.compile(r"attempts/\d+/")
+_END = re.compile(r"attempts/\d+/end\.json")
+_RANK = re.compile(
+    r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err|nccl)"
+    r"|results/(?P<result>\d+)\.pkl)"
+)
+_LOG_TIMES = re.compile(r"attempts/(?P<attempt>\d+)/logs/node-(?P<node>\d+)\.times")
+_MANIFEST = re.compile(r"checkpoints/step-(?P<step>\d+)-a(?P<attempt>\d+)\.json")
+_QUIET_WRITE_S = 10.0
+"""How old the times in `hosts.json` may get while nothing else changes."""
+_LOCK_S = 5.0
+_LOCK_POLL_S = 0.05
+_NODE_LOG = re.compile(r"launcher/supervisor-(\d+)\.log")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Wants:
+    """What is downloaded besides the records, which always are."""
+
+    logs: frozenset[int] = frozenset()
+    """Ranks whose logs are wanted while the run goes on."""
+    first_attempt: int | None = None
+    """The first attempt whose logs are wanted; None: the newest one."""
+    results: bool = False
+    """True when the run has ended: everything that `ssh.fetch` of its spec names."""
+    while_supervised: bool = False
+    """With `results`: ask again while a supervisor or guard of the run lives, which may write more."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostRun:
+    """A run on one host."""
+
+    run: RunDir
+    name: str
+    """The name of its directory on the host."""
+    token: str
+    host: str
+    nodes: frozenset[int]
+    ranks: frozenset[int]
+    is_head: bool
+    fetch: tuple[str, ...]
+    wants: Wants = Wants()
+    start: str = ""
+    """Which start of the run the host is asked about (`start_of`)."""
+
+    def wanting(self, wants: Wants) -> HostRun:
+        """Return it with these wants and the current start of the run."""
+        # The start is read before the host is asked: an answer never counts for a later start.
+        return dataclasses.replace(self, wants=wants, start=start_of(read_run(self.run)))
+
+    def wanting_from(self, newest: int) -> HostRun:
+        """Return it with the first attempt whose logs are wanted filled in; `newest`: the newest attempt."""
+        if self.wants.first_attempt is not None:
+            return self
+        return dataclasses.replace(self, wants=dataclasses.replace(self.wants, first_attempt=newest))
+
+    def fetches(self, what: str) -> bool:
+        return self.wants.results and what in self.fetch
+
+    def place_of(self, path: str) -> Path:
+        """Return the local path of a file of the host."""
+        return self.run.launcher_dir / "head-events.jsonl" if path == "events.jsonl" else self.run.path / path
+
+    def kind_of(self, path: str) -> Kind | None:
+        """Return how a file is downloaded; None if it is not.
+
+        A host may list any name; only names below the run's directory, and none below its code, get a kind.
+        """
+        rank = _RANK.fullmatch(path)
+        if rank:
+            return self._kind_of_rank_file(rank)
+        times = _LOG_TIMES.fullmatch(path)
+        if times and int(times["node"]) in self.nodes:
+            return "grows" if self._wants_logs(self.ranks, int(times["attempt"])) else None
+        log = _NODE_LOG.fullmatch(path)
+        if log:
+            return "grows" if int(log[1]) in self.nodes and self.fetches("logs") else None
+        return self._kind_of_head_file(path) if self.is_head else None
+
+    def _kind_of_rank_file(self, match: re.Match[str]) -> Kind | None:
+        if int(match["record"] or match["log"] or match["result"]) not in self.ranks:
+            return None
+        if match["record"]:
+            return "whole"
+        if match["result"]:
+            return "large" if self.wants.results else None
+        return "grows" if self._wants_logs({int(match["log"])}, int(match["attempt"])) else None
+
+    def _wants_logs(self, ranks: Set[int], attempt: int) -> bool:
+        """Return whether a log of one of these ranks is wanted of an attempt."""
+        is_wanted = bool(ranks & self.wants.logs) and attempt >= (self.wants.first_attempt or 0)
+        return is_wanted or self.fetches("logs")
+
+    def _kind_of_head_file(self, path: str) -> Kind | None:
+        if _END.fullmatch(path):
+            return "end"
+        if path == "summary.json" or _ATTEMPT_FACTS.fullmatch(path):
+            return "whole"
+        if path in {"metrics.jsonl", "events.jsonl"}:
+            return "grows" if path == "metrics.jsonl" else "events"
+        if path.startswith("tb/") and _is_safe(path):
+            return "grows" if self.fetches("metrics") else None
+        if path.startswith(("checkpoints/", "output/")) and _is_safe(path):
+            return "large" if self.fetches("checkpoints") else None
+        return None
+
+
+def find_host_runs(run: RunDir, report: Report = no_report) -> list[tuple[HostAccess, HostRun]]:
+    """Return the hosts of a run; none if it is not on SSH hosts, or its record is damaged.
+
+    `report` receives the reason why the hosts of another user's run are not asked.
+    """
+    try:
+        record = read_run(run)
+        if record.launcher != "ssh" or is_foreign(run):
+            return []
+        from clusterddp.plan.plan import read_plan_json
+        from clusterddp.plan.ssh import SshPlan
+
+        plan = read_plan_json(run)
+        ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
+    except ClusterddpError as error:
+        report(f"{run.name}: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+        return []
+    except (OSError, TypeError, KeyError, ValueError, AttributeError):
+        return []  # read_state reports what is wrong with it
+    if gang.token != record.token:
+        return []
+    host_runs = [_host_run(node, run, record, ssh, gang) for node in ssh.hosts]
+    return list(zip(ssh.accesses(), host_runs, strict=True))
+
+
+def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
+    """Return the number of the newest attempt, here or among these paths on a host."""
+    there = [int(path.split("/")[1]) for path in paths if _OF_ATTEMPT.match(path)]
+    return max([*there, *(attempt.number for attempt in run.attempts())], default=0)
+
+
+def checkpoints_among(files: Mapping[str, Listed]) -> tuple[str, ...]:
+    """Return the names of the checkpoints, oldest first: by attempt, then by step."""
+    found = [match for path in files if (match := _MANIFEST.fullmatch(path))]
+    found.sort(key=lambda match: (int(match["attempt"]), int(match["step"])))
+    return tuple(Path(match.string).stem for match in found)
+
+
+@contextlib.contextmanager
+def locked(run: RunDir, what: str, timeout_s: float = _LOCK_S) -> Iterator[bool]:
+    """Hold a lock on the local copy of a run; False: another process holds it after `timeout_s`.
+
+    Raises: ClusterddpError: the file system refuses.
+    """
+    try:
+        file = os.open(run.launcher_dir / f".{what}.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    except OSError as error:
+        raise unwritable(run, error) from error
+    deadline, is_free = time.monotonic() + timeout_s, False
+    try:
+        while not is_free:
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                is_free = True
+            except BlockingIOError:
+                if time.monotonic() >= deadline:
+                    break
+                time.sleep(_LOCK_POLL_S)
+            except OSError:  # a file system without locks
+                is_free = True
+        yield is_free
+    finally:
+        os.close(file)  # which releases the lock
+
+
+def unwritable(run: RunDir, error: OSError) -> ClusterddpError:
+    return ClusterddpError(
+        f"{error.filename or run.path}: the download cannot be written: {error.strerror}",
+        hint="the run goes on and its hosts keep the files; the next command downloads them",
+    )
+
+
+def report_of(host_run: HostRun, answer: Mapping[str, Any], files: Mapping[str, Listed]) -> HostReport:
+    """Return the report of a host that answered."""
+    now = time.time()
+    return HostReport(
+        host=host_run.host,
+        start=host_run.start,
+        asked=now,
+        reached=now,
+        # One machine may be two hosts of a run; each reports its own nodes.
+        alive=tuple(role for role in answer["alive"] if role[1:].isdecimal() and int(role[1:]) in host_run.nodes),
+        boot=str(answer["boot"]),
+        has_run=bool(answer["has_run"]),
+        end_attempt=answer["end_attempt"],
+        end=answer["end"],
+        checkpoints=checkpoints_among(files) if host_run.is_head else (),
+        last_output=_last_output(newest_attempt(host_run.run, files), files),
+    )
+
+
+def failure_of(host_run: HostRun, error: SshError) -> HostReport:
+    """Return the report of a host that did not answer."""
+    return HostReport(host=host_run.host, start=host_run.start, asked=time.time(), error=reason_of(error))
+
+
+def reason_of(error: SshError) -> str:
+    return error.found if error.phase in {"ask", "connect"} else f"{error.phase}: {error.found}"
+
+
+def update_reports(run: RunDir, reports: Iterable[HostReport]) -> None:
+    """Write the reports of some hosts; those of the other hosts stay.
+
+    Raises: ClusterddpError: they cannot be written.
+    """
+    with locked(run, "hosts") as free:
+        if not free:
+            return  # another process writes reports
+        before = read_reports(run)
+        after = before | {report.host: _merged(before.get(report.host), report) for report in reports}
+        if _must_write(before, after):
+            write_reports(run, after.values())
+
+
+def must_ask(host_run: HostRun, wants: Wants) -> bool:
+    """Return whether a host has to be asked about a run now."""
+    if wants.results:
+        return _may_have_results(host_run)
+    if final_end(host_run.run) is None:
+        return not _is_being_started(read_run(host_run.run))
+    return bool(wants.logs & host_run.ranks) and ("logs" not in host_run.fetch or _may_have_results(host_run))
+
+
+def was_never_reached(run: RunDir) -> bool:
+    """Return whether the hosts of a run were asked, none ever answered, and its local files have no attempt."""
+    if any(attempt.start.exists() or attempt.end.exists() for attempt in run.attempts()):
+        return False
+    reports = read_reports(run).values()
+    return any(report.error for report in reports) and not any(report.reached for report in reports)
+
+
+def is_unknown(run: RunDir, state: RunState) -> bool:
+    """Return whether nothing is known of a run: no host has been reached since it was submitted."""
+    return state is RunState.UNKNOWN and is_on_hosts(run) and was_never_reached(run)
+
+
+def raise_if_unknown(run: RunDir, view: RunView, *, asked_s: float | None = None) -> None:
+    """Refuse to go on with a run of which nothing is known; `asked_s`: for how many seconds its hosts were asked.
+
+    Raises: PreflightError: `is_unknown`.
+    """
+    if is_unknown(run, view.state):
+        asked = "" if asked_s is None else f"; its hosts were asked for {asked_s:.0f} s"
+        raise PreflightError(f"{run.name}: {view.reason}{asked}")
+
+
+def is_on_hosts(run: RunDir) -> bool:
+    """Return whether a run was started on SSH hosts; False if its record cannot be read."""
+    try:
+        return (read_json(run.record) or {}).get("launcher") == "ssh"
+    except (ClusterddpError, OSError, AttributeError):
+        return False  # the command that reads it reports that
+
+
+def _last_output(attempt: int, files: Mapping[str, Listed]) -> float | None:
+    logs = f"attempts/{attempt}/logs/"
+    own = {path: listed for path, listed in files.items() if path.startswith(logs) and not path.endswith(".times")}
+    written_ns = [mtime_ns for size, mtime_ns in own.values() if size]
+    return max(written_ns) / 1e9 if written_ns else None
+
+
+def _may_have_results(host_run: HostRun) -> bool:
+    """Return whether a host may have files of an ended run that were not downloaded yet."""
+    if final_end(host_run.run) is not None and read_run(host_run.run).job_id is None:
+        return False  # it was never started
+    report = read_reports(host_run.run).get(host_run.host)
+    return report is None or report.complete != newest_attempt(host_run.run)
+
+
+def _is_being_started(record: RunRecord) -> bool:
+    if record.queued:
+        return True
+    submitter = ProcessIdentity.from_json(record.submitter) if record.submitter else None
+    return record.job_id is None and submitter is not None and bool(submitter.alive())
+
+
+def _merged(before: HostReport | None, new: HostReport) -> HostReport:
+    """Return the report of a host; if it did not answer, its last answer stays."""
+    if before is None:
+        return new
+    if new.error is not None:
+        return dataclasses.replace(before, start=new.start, asked=new.asked, error=new.error)
+    stays_complete = new.complete is None and not new.is_supervised
+    return dataclasses.replace(new, complete=before.complete) if stays_complete else new
+
+
+def _must_write(before: Mapping[str, HostReport], after: Mapping[str, HostReport]) -> bool:
+    if _facts(before) != _facts(after):
+        return True
+    oldest = min((report.asked for report in before.values()), default=0.0)
+    return time.time() - oldest > _QUIET_WRITE_S
+
+
+def _facts(reports: Mapping[str, HostReport]) -> dict[str, HostReport]:
+    changing: dict[str, Any] = {"asked": 0.0, "reached": None, "last_output": None}
+    return {host: dataclasses.replace(report, **changing) for host, report in reports.items()}
+
+
+def _host_run(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang: Gang) -> HostRun:
+    from clusterddp.plan.ssh import directory_name
+
+    slots = [slot for slot in gang.nodes if slot.host == node.host]
+    return HostRun(
+        run=run,
+        name=directory_name(record.run, record.token),
+        token=record.token,
+        host=node.host,
+        nodes=frozenset(slot.node_rank for slot in slots),
+        ranks=frozenset(rank for slot in slots for rank in slot.ranks),
+        is_head=any(slot.node_rank == 0 for slot in slots),
+        fetch=ssh.fetch,
+    )
+
+
+def _is_safe(path: str) -> bool:
+    """Return whether a name stays below the run's directory and is no hidden file, which are this machine's own."""
+    try:
+        os.fsencode(path)
+    except UnicodeEncodeError:
+        return False
+    return all(part and not part.startswith(".") and "\0" not in part for part in path.split("/"))

@@ -1,0 +1,454 @@
+"""The ssh launcher: starts one supervisor per node on hosts that SSH reaches, on all of them or on none.
+
+Until all supervisors run they depend on our heartbeats: they exit if this process dies. Then they are released, and the
+run no longer depends on this machine, unless it is attached.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
+from clusterddp.facts.checks import Needs, Result, reds_of
+from clusterddp.facts.judge import judge_hosts
+from clusterddp.facts.machine import Machine
+from clusterddp.places.ssh.network import settle_network
+from clusterddp.places.ssh.session import Reply, Session, ssh_argv
+from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, ask_all, each, open_host_sessions
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.places.ssh.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
+from clusterddp.plan.placement import GpusInUseError
+from clusterddp.plan.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.plan.processes import EXEC_MODULE
+from clusterddp.plan.program import TRAINER
+from clusterddp.plan.ssh import directory_name
+from clusterddp.run.attempts import Report, Started, no_report
+from clusterddp.run.call import different_python, read_origin
+from clusterddp.run.directory import RunDir
+from clusterddp.run.host_reports import ask_reports
+from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
+from clusterddp.run.stacks import new_report_id
+from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.spec.train import GENERATED
+from clusterddp.system.files import write_json
+from clusterddp.system.gpu_lease import spell_busy
+
+if TYPE_CHECKING:
+    from clusterddp.places.slurm.queue import Slurm
+    from clusterddp.places.ssh.sessions import HostSessions
+    from clusterddp.plan.plan import Plan
+    from clusterddp.run.directory import AttemptDir
+    from clusterddp.run.state import Answer, Records
+
+_LEASE_TIMEOUT_S = 60.0
+"""Enough for calls of nvidia-smi, each of which may have to wake every GPU."""
+_ANSWER_S = 30.0
+"""How much longer than `start_timeout_s` a host may take to answer that its supervisor has started."""
+_NODES_PER_S = 16
+"""The heartbeat timeout grows by 1 s for this many nodes: this process serves all of them."""
+_MIN_REPORTED_BYTES = 5_000_000
+_REPORT_INTERVAL_S = 5.0
+_END_PATIENCE_S = 8.0
+"""How long supervisors and guards may take to clean up when a run is ended."""
+_TIMEOUT_S = 60.0
+"""Long, because nvidia-smi may have to wake every GPU."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Grant:
+    """The leased GPUs of a node; the agent holds the leases, too, until it ends."""
+
+    gpus: tuple[str, ...] = ()
+    """For CUDA_VISIBLE_DEVICES."""
+    hold: tuple[int, ...] = ()
+    """For the supervisor's order: descriptors that it inherits from the agent."""
+
+
+class SshLauncher:
+    """Runs on hosts that are reached over SSH."""
+
+    killed = "cancelled; its supervisors did not answer"
+    things = "processes"
+
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
+
+    def check(self, plan: Plan) -> None:
+        """Refuse nothing: `start` runs the preflight on the hosts."""
+
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
+        """Start the attempt on its hosts; the job id is the head's pid and host. `report` receives progress messages.
+
+        Raises: SshError, PreflightError, ClusterddpError: the attempt could not start. Hosts that answer have no
+        process of it left; on a host that does not answer, its processes exit when our connection ends.
+        """
+        plan = read_plan(run)
+        sessions = open_host_sessions(plan, self._environ)
+        try:
+            with Heartbeats(sessions):
+                job_id = _start(run, attempt, sessions, self._environ, report)
+            if plan.ssh is not None and plan.ssh.attached:
+                return Started(job_id, connections=Heartbeats(sessions))
+            name = directory_name(plan.run, plan.token)
+            sessions.ask_all("run.ask", {"name": name, "what": "release", "reason": ""})
+        except BaseException as error:
+            with contextlib.suppress(ClusterddpError):
+                _undo_start(sessions, interrupted=isinstance(error, KeyboardInterrupt))
+            sessions.close()
+            raise
+        sessions.close()
+        return Started(job_id)
+
+    def withdraw(self, run: RunDir) -> str:
+        """Return an empty string: an interrupted `start` leaves no process."""
+        return ""
+
+    def renew(self, plan: Plan) -> Plan:
+        """Return the plan for the next start, which chooses interfaces, addresses and GPUs again."""
+        nodes = tuple(
+            dataclasses.replace(node, gpus=(), interface=None, address=None, why="") for node in plan.gang.nodes
+        )
+        return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes, master_addr=""))
+
+    def observer(self) -> Slurm | None:
+        """Return None: the state comes from the hosts."""
+        return None
+
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
+        """Ask the supervisors on all hosts that answer to end the run at once; True when a host has the run.
+
+        Raises: SshError: no host can be reached.
+        """
+        return _ask(run, "cancel", self._environ, sync)
+
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
+        """Ask the run, on all hosts that answer, to checkpoint and end.
+
+        Raises: SshError: no host can be reached.
+        """
+        _ask(run, "stop", self._environ, sync)
+
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
+        """Ask the head by the agent of its host.
+
+        Raises: SshError: no host can be reached.
+        """
+        wanted = new_report_id()
+        _ask(run, "stacks", self._environ, sync, reason=wanted)
+        return wanted
+
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the user's own ssh with the host's alias.
+
+        The package is there: the agent of the host has been asked for the state.
+        """
+        plan = read_plan(run)
+        assert plan.ssh is not None
+        access = plan.ssh.accesses()[rank.node_rank]
+        run_dir = f"{plan.ssh.root}/runs/{directory_name(plan.run, plan.token)}"
+        return ssh_argv(access, EXEC_MODULE, [run_dir, *words], terminal=terminal)
+
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
+        """Kill the run's processes on the hosts that answer; False when there are none.
+
+        Raises: SshError: no host can be reached. ClusterddpError: a process cannot be killed.
+        """
+        return _end(run, self._environ, patience_s=0.0, all_needed=False) > 0
+
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+        """Kill leftover processes of a run that has ended, on all hosts; return their number.
+
+        Raises: SshError: a host cannot be reached. ClusterddpError: a process cannot be killed.
+        """
+        return _end(run, self._environ, patience_s=_END_PATIENCE_S, all_needed=True)
+
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Say what the hosts have last reported; a command that needs the current state synchronises first."""
+        return ask_reports(records)
+
+
+class _UploadReport:
+    """Reports the progress of an upload of 5 MB or more: at once, then every 5 s."""
+
+    def __init__(self, report: Report) -> None:
+        self._report = report
+        self._reported_at: float | None = None
+
+    def __call__(self, progress: Progress) -> None:
+        now = time.monotonic()
+        too_soon = self._reported_at and now - self._reported_at < _REPORT_INTERVAL_S
+        if progress.total_bytes < _MIN_REPORTED_BYTES or too_soon:
+            return
+        done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._reported_at else ""
+        self._reported_at = now
+        self._report(f"{progress}{done}")
+
+
+def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, run: str) -> dict[int, Grant]:
+    """Lease GPUs for every node (`sessions` and `counts` by node rank).
+
+    After an error the caller closes the sessions, which ends the leases.
+    Raises: GpusInUseError: GPUs are in use; the message names their users. SshError: a host has too few GPUs, or does
+    not answer.
+    """
+    by_host = {sessions[node].host: sessions[node] for node in sorted(sessions) if counts.get(node)}
+    nodes = {host: [node for node in sorted(sessions) if counts.get(node) and sessions[node].host == host]
+             for host in by_host}  # fmt: skip
+
+    def wanted(host: str) -> dict[str, Any]:
+        return {"run": run, "counts": [counts[node] for node in nodes[host]]}
+
+    grants = {node: Grant() for node in sessions}
+    busy = []
+    for host, reply in ask_all(by_host, "host.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
+        if isinstance(reply, SshError):
+            raise reply
+        if reply.facts["gpus"] is None:
+            busy.append(f"{host}: {spell_busy(reply.facts['busy'])}")
+            continue
+        if not len(reply.facts["gpus"]) == len(reply.facts["hold"]) == len(nodes[host]):
+            raise NonsenseError(host, f"leases of {len(reply.facts['gpus'])} nodes, for {len(nodes[host])}")
+        for node, gpus, hold in zip(nodes[host], reply.facts["gpus"], reply.facts["hold"], strict=True):
+            grants[node] = Grant(gpus=tuple(gpus), hold=tuple(hold))
+    if busy:
+        raise GpusInUseError("\n".join([f"{run}: GPUs are in use", *sorted(busy)]), hint="submit it when they are free")
+    return grants
+
+
+def preflight(plan: Plan, sessions: HostSessions) -> None:
+    """Check that the run can start on its hosts; nothing is imported or written there.
+
+    Raises: PreflightError: it cannot start; the message has all red checks with their remedies. SshError: a host does
+    not answer.
+    """
+    facts = ask_hosts(plan, sessions.by_host)
+    machines = {}
+    for host, machine in facts.items():
+        if isinstance(machine, SshError):
+            raise machine
+        # The lease decides whether GPUs are free: it waits for a run that is ending.
+        machines[host] = dataclasses.replace(machine, busy_gpus={})
+    raise_reds(plan.name, list(reds_of(judge_hosts(machines, needs_of(plan)))))
+
+
+def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
+    """Raise one error for all red checks, if there are any."""
+    if len(reds) == 1:
+        host, check, result = reds[0]
+        raise PreflightError(f"{host}: {check}: {result.found}", hint=result.fix)
+    if reds:
+        lines = [f"{host}: {check}: {result.found}\n    hint: {result.fix}" for host, check, result in reds]
+        raise PreflightError("\n  ".join([f"{name} cannot start:", *lines]))
+
+
+def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> dict[str, Machine | SshError]:
+    """Read the facts of all hosts at once; `thorough`: also those that never prevent a start."""
+    needs = needs_of(plan)
+    data_dir = data_dir_of(plan)
+
+    def question(host: str) -> dict[str, object]:
+        has_gpus = needs[host].num_gpus > 0
+        asked = {"with_gpus": has_gpus or thorough, "with_driver": has_gpus and thorough}
+        return {"variables": plan.gang.env, "data_dir": data_dir, **asked}
+
+    replies = ask_all(sessions, "host.facts", question, timeout_s=_TIMEOUT_S)
+    return {host: reply.facts["facts"] if isinstance(reply, Reply) else reply for host, reply in replies.items()}
+
+
+def needs_of(plan: Plan) -> dict[str, Needs]:
+    """Return what the run needs on each of its hosts."""
+    assert plan.ssh is not None
+    train = plan.spec.get("train") or {}
+    counts: dict[str, int] = {}
+    for node in plan.ssh.hosts:
+        counts[node.host] = counts.get(node.host, 0) + node.gpus
+    return {
+        host: Needs(
+            trainer=plan.gang.entry.target == TRAINER,
+            use_gpus=count > 0,
+            num_gpus=count,
+            nccl=plan.gang.backend == "nccl",
+            download=bool(train.get("download", True)),
+            sent_bytes=sum(send.bytes for send in plan.ssh.send),
+        )
+        for host, count in counts.items()
+    }
+
+
+def data_dir_of(plan: Plan) -> str | None:
+    """Return the trainer's data directory on the hosts; None if `ssh.send` fills it."""
+    train = plan.spec.get("train")
+    if plan.gang.entry.target != TRAINER or not train or train["dataset"] in GENERATED or plan.ssh is None:
+        return None
+    directory = str(train["data_dir"])
+    return None if any(_overlap(directory, send.target) for send in plan.ssh.send) else directory
+
+
+def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], report: Report) -> str:
+    preflight(sessions.plan, sessions)
+    submission = run.submission.read_bytes() if sessions.plan.gang.entry.is_call else b""
+    if submission:
+        _refuse_other_pythons(run, sessions)
+    assert sessions.plan.ssh is not None
+    counts = {node.node_rank: node.gpus for node in sessions.plan.ssh.hosts}
+    grants = lease_gpus(sessions.by_node, counts, run=sessions.plan.run)
+    code = run.code.resolve() if run.code.is_symlink() else None
+    uploaded = upload_run(
+        sessions.by_host,
+        code=code,
+        send=[(each.source, each.target) for each in sessions.plan.ssh.send],
+        watch=_UploadReport(report),
+    )
+    plan = _settle_nodes(sessions, grants)
+    for note in (*uploaded.notes, *plan.notes[len(sessions.plan.notes) :]):
+        report(f"note: {note}")
+    write_json(run.plan, plan_json(plan))
+    record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
+    facts = {"attempt": attempt, "record": dataclasses.asdict(record), "code": code.name if code else None}
+    orders = _prepare(plan, sessions, grants, facts, submission)
+    secrets = {name: environ[name] for name in plan.secrets}
+    patience_s = int(plan.gang.heartbeat_timeout_s) + len(orders) // _NODES_PER_S
+    answer_s = plan.gang.start_timeout_s + _ANSWER_S
+
+    def supervise(node_rank: int) -> dict[str, Any]:
+        facts = {"order": orders[node_rank].to_json(), "variables": secrets, "patience_s": patience_s}
+        return sessions.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
+
+    head = supervise(0)
+    orders[1:] = [dataclasses.replace(order, link=head["link"]) for order in orders[1:]]
+    try:
+        each(list(range(1, len(orders))), supervise)
+    except PreflightError as error:
+        raise _explain_failed_start(error, sessions, attempt) from error
+    job_id = f"{head['pid']}@{plan.gang.nodes[0].host}"
+    write_run(run, dataclasses.replace(record, job_id=job_id))
+    log_event(run, "submitted", attempt=attempt, job_id=job_id)
+    return job_id
+
+
+def _refuse_other_pythons(run: RunDir, sessions: HostSessions) -> None:
+    """Raises: PreflightError: the Python of a host cannot load a function that another one pickled."""
+    theirs = read_origin(run.submission)["python"]
+    for host, session in sessions.by_host.items():
+        here = ".".join(session.hello["version"].split(".")[:2])
+        if here != theirs:
+            raise PreflightError(
+                f"{host}: {different_python(theirs, here)} ({session.hello['python']})",
+                hint="ssh.python, venv, conda or modules of the spec choose the Python on the host",
+            )
+
+
+def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt: int) -> PreflightError:
+    """Add the reason why node 0 ended the start, if it did; the other nodes report only that they cannot reach it."""
+    plan, head = sessions.plan, sessions.plan.gang.nodes[0].host
+    name = directory_name(plan.run, plan.token)
+    try:
+        facts = sessions.of_node(0).ask("run.look", {"runs": [{"name": name, "token": plan.token}]}).facts
+    except SshError:
+        return error
+    listed = facts["runs"].get(name)
+    if listed is None or listed["end"] is None or listed["end_attempt"] != attempt:
+        return error
+    return PreflightError(f"{head}: node 0 has ended the start: {listed['end'].get('reason')}\n  {error.message}")
+
+
+def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
+    """End all that was started; `interrupted`: the hosts record that the user pressed Ctrl-C."""
+    plan = sessions.plan
+    if interrupted:
+        name = directory_name(plan.run, plan.token)
+        sessions.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
+    sessions.ask_willing("run.end", {"tokens": [plan.token], "patience_s": _END_PATIENCE_S if interrupted else 0.0})
+
+
+def _settle_nodes(sessions: HostSessions, grants: Mapping[int, Grant]) -> Plan:
+    """Choose interfaces and addresses on the hosts; return the plan with them, and with the leased GPUs."""
+    plan = sessions.plan
+    settled = settle_network(plan.gang, sessions.by_host)
+    nodes = []
+    for node in plan.gang.nodes:
+        interface, address, why = settled.nodes[node.node_rank]
+        gpus = grants[node.node_rank].gpus
+        nodes.append(dataclasses.replace(node, gpus=gpus, interface=interface, address=address, why=why))
+    gang = dataclasses.replace(plan.gang, nodes=tuple(nodes), master_addr=settled.master_addr)
+    return dataclasses.replace(plan, gang=gang, notes=(*plan.notes, *settled.notes))
+
+
+def _prepare(
+    plan: Plan, sessions: HostSessions, grants: Mapping[int, Grant], of_run: Mapping[str, Any], submission: bytes
+) -> list[SupervisorOrder]:
+    """Make the run's directory on every host; return each supervisor's order.
+
+    `of_run`: the attempt, the record and the digest of the code, the same for all hosts. `submission`: a function from
+    Python, or nothing.
+    """
+    there = {host: _at_host(plan, session.hello) for host, session in sessions.by_host.items()}
+
+    def facts(host: str) -> dict[str, Any]:
+        return {
+            **of_run,
+            "name": directory_name(plan.run, plan.token),
+            "plan": there[host].to_json(),
+            "spec": plan.spec_text,
+        }
+
+    # The first host alone: those that share its storage then find the run's copy of the code.
+    first = plan.gang.nodes[0].host
+    prepared = sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=[first], body=submission)
+    others = [host for host in sessions.by_host if host != first]
+    prepared |= sessions.ask_all("run.prepare", facts, timeout_s=UPLOAD_TIMEOUT_S, hosts=others, body=submission)
+    return [
+        SupervisorOrder(
+            run_dir=Path(prepared[node.host].facts["run_dir"]),
+            gang=there[node.host].gang,
+            node_rank=node.node_rank,
+            attempt=of_run["attempt"],
+            link=None,
+            parent_bound=True,
+            hold=tuple(grants[node.node_rank].hold),
+            over_ssh=True,
+        )
+        for node in plan.gang.nodes
+    ]
+
+
+def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
+    """Return the plan with its paths on a host."""
+    return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
+
+
+def _ask(run: RunDir, what: str, environ: Mapping[str, str], sync: Synchroniser, *, reason: str = "") -> bool:
+    plan = read_plan(run)
+    reason = reason or f"clusterddp cancel{' --save' * (what == 'stop')}"
+    facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
+    replies = [reply for reply in sync.ask_hosts(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
+    if replies:
+        return any(reply["found"] for reply in replies)
+    with open_host_sessions(plan, environ, all_needed=False) as sessions:
+        return any(reply.facts["found"] for reply in sessions.ask_willing("run.ask", facts).values())
+
+
+def _end(run: RunDir, environ: Mapping[str, str], *, patience_s: float, all_needed: bool) -> int:
+    plan = read_plan(run)
+    with open_host_sessions(plan, environ, all_needed=all_needed) as sessions:
+        facts = {"tokens": [plan.token], "patience_s": patience_s}
+        replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
+    ended = {host: ended for host, reply in replies.items() for ended in reply.facts["ended"]}
+    left = [f"{', '.join(each.left)} on {host}" for host, each in ended.items() if each.left]
+    if left:
+        listing = "; ".join(left)
+        raise ClusterddpError(f"{run.name}: processes that cannot be killed: {listing}")
+    return sum(each.ended for each in ended.values())
+
+
+def _overlap(one: str, other: str) -> bool:
+    one, other = one.rstrip("/") + "/", other.rstrip("/") + "/"
+    return one.startswith(other) or other.startswith(one)

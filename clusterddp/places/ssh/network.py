@@ -1,0 +1,156 @@
+"""The network of a gang on hosts that are reached over SSH: the hosts probe each other, and one network is chosen."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import secrets
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from clusterddp.errors import NetworkError, NonsenseError, PreflightError, SshError
+from clusterddp.network.choice import Findings, choose_network, plan_probes, usable_addresses
+from clusterddp.network.explanation import diagnose, explain_choice, warn_of_choice, warn_of_missing_interfaces
+from clusterddp.network.interface import loopback
+from clusterddp.places.ssh.session import Reply, Session
+from clusterddp.places.ssh.sessions import ask_all, raise_for
+from clusterddp.run.gang import Gang
+
+PROBE_S = 2.0
+"""How long a host tries to reach others: enough to resend one lost packet."""
+PROBE_AGAIN_S = 4.0
+"""How long a second probe takes before the run is refused: hosts may be very busy."""
+
+
+class NodeNetwork(NamedTuple):
+    """The interface and the address of a node, and the reason for the choice."""
+
+    interface: str
+    address: str
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ChosenNetwork:
+    """The network that carries a gang."""
+
+    master_addr: str
+    nodes: dict[int, NodeNetwork]
+    """By node rank."""
+    notes: tuple[str, ...] = ()
+    """Warnings for the user."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GangNetwork:
+    """The findings of the network probes, and the chosen network or the error that prevents a choice."""
+
+    findings: Findings | None
+    """None: a host does not answer, or the master port is in use."""
+    chosen: ChosenNetwork | None = None
+    error: PreflightError | None = None
+
+
+def settle_network(gang: Gang, sessions: Mapping[str, Session]) -> ChosenNetwork:
+    """Find the network by which all nodes reach each other; `sessions` by host.
+
+    Raises: NetworkError: no network, or not the user's interface or port, connects all nodes; with the probes and a
+    remedy. SshError, PreflightError: a host does not answer, or the master port is in use there.
+    """
+    network = examine_network(gang, sessions)
+    if network.chosen is None:
+        assert network.error is not None
+        raise network.error
+    return network.chosen
+
+
+def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
+    """Probe the network between the hosts of a gang; if no network is found, probe once more for longer."""
+    findings = None
+    for within_s in (PROBE_S, PROBE_AGAIN_S):
+        try:
+            findings = probe_network(gang, sessions, within_s=within_s)
+            return GangNetwork(findings=findings, chosen=choose(gang, findings))
+        except NetworkError as error:
+            network = GangNetwork(findings=findings, error=error)
+        except PreflightError as error:
+            return GangNetwork(findings=findings, error=error)
+    return network
+
+
+def choose(gang: Gang, findings: Findings) -> ChosenNetwork:
+    """Choose the network for a gang from the findings.
+
+    Raises: NetworkError.
+    """
+    places = {host.host: place for place, host in enumerate(findings.hosts)}
+    if findings.on_one_machine:
+        here = loopback()
+        alone = NodeNetwork(here.name or "lo", here.address, here.why)
+        return ChosenNetwork(master_addr=here.address, nodes={node.node_rank: alone for node in gang.nodes})
+    choice = choose_network(findings, gang.interface)
+    if choice.taken is None:
+        raise diagnose(findings, choice, gang.master_port)
+    why = explain_choice(findings, choice)
+    nodes = {}
+    for node in gang.nodes:
+        endpoint = choice.taken.endpoints[places[node.host]]
+        nodes[node.node_rank] = NodeNetwork(endpoint.link.name, endpoint.address.address, why[places[node.host]])
+    return ChosenNetwork(
+        master_addr=choice.taken.master.address.address,
+        nodes=nodes,
+        notes=(*warn_of_choice(findings, choice), *warn_of_missing_interfaces(findings, gang.env)),
+    )
+
+
+def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: float = PROBE_S) -> Findings:
+    """Have every host list its interfaces and probe the others; `Findings.rows` is the matrix of results.
+
+    Raises: SshError, PreflightError: a host does not answer, or the master port is in use there.
+    """
+    hosts = list(dict.fromkeys(node.host for node in sorted(gang.nodes, key=lambda node: node.node_rank)))
+    by_host = {host: sessions[host] for host in hosts}
+    nonce = secrets.token_hex(16)
+
+    def listen(host: str) -> dict[str, object]:
+        head = {"head": True, "master_port": gang.master_port} if host == hosts[0] else {}
+        return {"nonce": nonce, "name": host, **head}
+
+    try:
+        listening = _all_or_raise(ask_all(by_host, "host.listen", listen))
+        networks = {host: reply.facts["network"] for host, reply in listening.items()}
+        for host, network in networks.items():
+            if network is None:
+                raise NonsenseError(host, "no network")
+        here = tuple(dataclasses.replace(networks[host], host=host) for host in hosts)
+        findings = Findings(hosts=here, probes=())
+        if findings.on_one_machine:
+            return findings
+        planned = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))
+        names = [address.address for _, address in usable_addresses(findings, gang.interface)[0]]
+
+        def probe(host: str) -> dict[str, object]:
+            targets = [
+                {"target": target, "address": address, "port": port, "name": hosts[target]}
+                for target, address, port in planned[host]
+            ]
+            source = hosts.index(host)
+            return {"nonce": nonce, "source": source, "targets": targets, "names": names, "within_s": within_s}
+
+        tried = _all_or_raise(ask_all(by_host, "host.probe", probe))
+    finally:
+        with contextlib.suppress(SshError):
+            ask_all(by_host, "host.listen", {"nonce": None, "name": ""})
+    probes = [
+        dataclasses.replace(each, source=place)
+        for place, host in enumerate(hosts)
+        for each in tried[host].facts["probes"]
+    ]
+    slow = [(place, address) for place, host in enumerate(hosts) for address in tried[host].facts["slow_names"]]
+    return Findings(hosts=findings.hosts, probes=tuple(probes), slow_names=tuple(slow))
+
+
+def _all_or_raise(results: Mapping[str, Reply | SshError]) -> dict[str, Reply]:
+    raise_for([each for each in results.values() if isinstance(each, SshError)], "do not report their network")
+    return {host: result for host, result in results.items() if isinstance(result, Reply)}

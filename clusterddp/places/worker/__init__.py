@@ -1,0 +1,1 @@
+"""Runs whose ranks or nodes somebody else started: torchrun, srun, mpirun, a person on each machine."""

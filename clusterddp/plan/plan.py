@@ -1,0 +1,450 @@
+"""The plan: everything that a submit would do, as a value that is printed, executed, and asserted by tests."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.plan import slurm as slurm_place
+from clusterddp.plan import ssh as ssh_plan
+from clusterddp.plan.placement import Request, place_local, with_one_process_each
+from clusterddp.plan.prerequisites import refuse_unplannable, secret_notes
+from clusterddp.plan.processes import launcher_command, rank_command
+from clusterddp.plan.program import (
+    filled_in,
+    move_entry,
+    notes_on_outputs,
+    plan_entry,
+    plan_program,
+    plan_trial_entry,
+    with_absolute_paths,
+)
+from clusterddp.plan.seal import hint, is_granted, sealed
+from clusterddp.plan.slurm import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
+from clusterddp.plan.ssh import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
+from clusterddp.run.call import PYTHON
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Gang, Notify
+from clusterddp.run.supervisors import SUPERVISOR_COMMAND
+from clusterddp.spec.train import DEFINING
+from clusterddp.system.files import read_json
+from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.wire import build
+
+if TYPE_CHECKING:
+    from clusterddp.spec.fields import Duration
+    from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.spec.model import JobSpec
+
+
+MASTER_ADDR = "127.0.0.1"
+_START_S = 60.0
+_START_ON_SLURM_S = 600.0
+"""Long, because nodes may boot and pull container images."""
+_START_S_PER_NODE = 1.0
+"""Supervisors start some tens at a time, and many share a network or, as virtual machines, a processor."""
+_STOP_S = 120.0
+_STOP_LEAD_S = 60.0
+"""The default of stop.lead for a spec without a time limit."""
+_PLACE = {"local": place_local, "slurm": slurm_place.place, "ssh": ssh_plan.place}
+"""The functions that place the ranks, by launcher."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan:
+    """One submit, before it happens."""
+
+    run: str
+    token: str
+    name: str
+    launcher: str
+    runs_dir: Path
+    working_dir: Path
+    spec: dict[str, Any]
+    """The resolved spec with every default filled in."""
+    spec_text: str
+    """The spec as YAML; reading it gives the same spec again."""
+    gang: Gang
+    rank0: dict[str, dict[str, str]]
+    """The variables of rank 0: name -> {value, origin}."""
+    changes: tuple[dict[str, Any], ...]
+    """The values that differ from their defaults: {key, value, default, origin}."""
+    notes: tuple[str, ...]
+    """Notes for the user before the submit."""
+    snapshot: dict[str, Any] | None
+    """The copied code: {source, root, files, bytes, ignored, left_out}; `source` is `git`, or the path of a script.
+
+    `ignored`: what git ignores, to which the run gets links. `left_out`: files beside a script that are too many."""
+    secrets: tuple[str, ...]
+    """Names of variables that must be set when the run starts; the plan holds no values of them."""
+    parent: str | None
+    """The run that this one repeats."""
+    files: tuple[str, ...]
+    """Paths that the submit writes."""
+    commands: tuple[tuple[str, ...], ...]
+    """The argv of all processes, in the order of their start: the launcher, each node's supervisor, each rank."""
+    slurm: SlurmPlan | None = None
+    """The job, for the slurm launcher."""
+    ssh: SshPlan | None = None
+    """The hosts, for the ssh launcher."""
+    submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
+    """A function from Python with its arguments, pickled; its name is the entry's target. It is not in plan.json."""
+
+    @property
+    def run_dir(self) -> Path:
+        on_host = self.ssh is not None and self.ssh.home is not None
+        return self.runs_dir / (directory_name(self.run, self.token) if on_host else self.run)
+
+    @property
+    def dir_on_hosts(self) -> str:
+        """The run's directory where its ranks are: from / or ~/, the same on every host."""
+        if self.ssh is None or self.ssh.home is not None:
+            return str(self.run_dir)
+        return f"{self.ssh.root}/runs/{directory_name(self.run, self.token)}"
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether this machine cannot check the ranks' environment: they run on hosts over SSH or in a container."""
+        return self.ssh is not None or (self.slurm is not None and self.slurm.container is not None)
+
+    @property
+    def has_own_code(self) -> bool:
+        """Whether the run's directory has a copy of the code, in which ranks that see this file system execute it."""
+        return self.snapshot is not None and self.ssh is None and bool(self.spec.get("entry"))
+
+    @property
+    def linked_places(self) -> tuple[str, ...]:
+        """The directories that links in the run's copy of the code lead to, which a container has to mount."""
+        snapshot = self.snapshot if self.has_own_code else None
+        return (snapshot["root"],) if snapshot and snapshot["ignored"] else ()
+
+    def to_json(self) -> dict[str, Any]:
+        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        del data["submission"]
+        return data | {
+            "runs_dir": str(self.runs_dir),
+            "working_dir": str(self.working_dir),
+            "gang": self.gang.to_json(),
+            "slurm": self.slurm.to_json() if self.slurm else None,
+            "ssh": self.ssh.to_json() if self.ssh else None,
+        }
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Plan:
+        """Rebuild a plan from the output of `to_json`; see `build` for data that is none."""
+        return build(cls, data, "plan")
+
+
+def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
+    """Compute everything that submitting this spec would do; nothing is written or started.
+
+    Raises: UsageError, PreflightError, ClusterddpError: the run could not start, with the reason.
+    """
+    from clusterddp.spec.yamlfile import resolved_yaml
+
+    runs_dir, working_dir = request.runs_dir.absolute(), request.working_dir.absolute()
+    request = dataclasses.replace(request, runs_dir=runs_dir, working_dir=working_dir)
+    job = with_absolute_paths(resolved.job, working_dir)
+    refuse_unplannable(job, request)
+    placed = request.placed or _PLACE[job.launcher](job, request)
+    program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=request.environ)
+    run = request.run or choose_run_name(runs_dir)
+    placement, spawns = with_one_process_each(job, placed)
+    entry = plan_entry(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
+    spec = filled_in(job)
+    if request.trial:
+        entry, spec = plan_trial_entry(request.trial, entry, spec, on_cpu=placement.on_cpu)
+    in_copies = placed.ssh is not None and job.snapshot
+    overwritten = notes_on_outputs(entry, working_dir, runs_dir, in_copies=in_copies)
+    gang = Gang(
+        run=run,
+        token=secrets.token_hex(16),
+        nodes=placement.nodes,
+        entry=entry,
+        threads_per_rank=placement.threads_per_rank,
+        backend=placement.backend,
+        on_cpu=placement.on_cpu,
+        # Over SSH and on Slurm the launcher finds it at the start.
+        master_addr="" if placed.slurm or placed.ssh else MASTER_ADDR,
+        master_port=None if job.network.master_port == "auto" else job.network.master_port,
+        interface=placement.interface,
+        env=dict(job.env),
+        restarts=job.restarts,
+        hang=job.hang,
+        hang_after_s=_seconds(job.hang_after),
+        notify=_notify_of(job),
+        # On Slurm the end of the allocation is the limit.
+        time_limit_s=None if placed.slurm else _seconds(job.resources.time),
+        **_timeouts_of(job, len(placement.nodes)),
+    )
+    called = f"the image needs Python {PYTHON} with cloudpickle and submitit, to load the function and write its result"
+    plan = Plan(
+        run=run,
+        token=gang.token,
+        name=job.name,
+        launcher=job.launcher,
+        runs_dir=runs_dir,
+        working_dir=working_dir,
+        spec=spec,
+        spec_text=resolved_yaml(job),
+        gang=gang,
+        rank0={},
+        changes=tuple(map(dataclasses.asdict, resolved.changes())),
+        notes=(
+            *(*placement.notes, *program.notes, *overwritten, *secret_notes(resolved)),
+            *((called,) if entry.is_call and job.container else ()),
+        ),
+        snapshot=program.snapshot_summary,
+        secrets=job.all_secrets,
+        parent=request.parent,
+        files=(),
+        commands=(),
+        slurm=placed.slurm,
+        ssh=placed.ssh,
+        submission=request.submission,
+    )
+    if plan.slurm:
+        slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
+        plan = dataclasses.replace(plan, slurm=slurm)
+    return move_plan(plan, runs_dir / run)
+
+
+def _seconds(duration: Duration | None) -> float | None:
+    return float(duration.seconds) if duration else None
+
+
+def _timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
+    """Return the timeouts of a gang, by the names of its fields."""
+    network, stop = job.network, job.stop
+    limit_s = _seconds(job.resources.time)
+    lead_s = min(_STOP_S, limit_s / 3) if limit_s else _STOP_LEAD_S
+    start_s = (_START_ON_SLURM_S if job.launcher == "slurm" else _START_S) + _START_S_PER_NODE * num_nodes
+    host_silence_s = _seconds(network.host_silence) or HOST_SILENCE_S
+    return {
+        "start_timeout_s": _seconds(network.start_timeout) or start_s,
+        "host_silence_s": host_silence_s,
+        "heartbeat_timeout_s": max(_seconds(network.heartbeat_timeout) or HEARTBEAT_TIMEOUT_S, host_silence_s),
+        "stop_lead_s": _seconds(stop.lead) or lead_s,
+        "stop_grace_s": _seconds(stop.grace) or _STOP_S,
+    }
+
+
+def _notify_of(job: JobSpec) -> Notify | None:
+    """Return the messages that clusterddp sends itself; on Slurm sbatch's options send the mail."""
+    spec = job.notify
+    if spec is None:
+        return None
+    mail = None if job.launcher == "slurm" else spec.mail
+    # The path of the command is absolute already.
+    notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook, mail=mail)
+    return notify if notify.channels else None
+
+
+def plan_json(plan: Plan) -> dict[str, Any]:
+    """Return the content of a run's plan.json, with the user's seals of the hosts and the messages that it names."""
+    return sealed(plan.to_json())
+
+
+def read_plan(run: RunDir) -> Plan:
+    """Read the plan of a run, as `read_plan_json`."""
+    return Plan.from_json(read_plan_json(run))
+
+
+def read_plan_json(run: RunDir) -> dict[str, Any]:
+    """Read the plan.json of a run.
+
+    Raises: ClusterddpError: the file is missing or is no plan; or it names hosts and another user wrote it.
+    """
+    data = read_json(run.plan)
+    if data is None:
+        raise ClusterddpError(f"{run.plan}: is missing, and the run cannot continue without it")
+    if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or "token" not in data["gang"]:
+        raise ClusterddpError(f"{run.plan}: found no plan in it")
+    if data.get("ssh") and not is_granted(data, "ssh"):
+        raise ClusterddpError(
+            f"{run.plan}: names hosts, and does not come from you: no connection is made", hint=hint()
+        )
+    return data
+
+
+def rename_plan(plan: Plan) -> Plan:
+    """Return the same plan under a new name, after another run took its name."""
+    return move_plan(plan, plan.runs_dir / choose_run_name(plan.runs_dir))
+
+
+def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None = None) -> Plan:
+    """Return the same plan for another run directory, with all paths and commands that depend on the directory.
+
+    `attempt`: the first attempt of a job on Slurm. `home`: the directory is on a host with this home directory; there
+    `directory_name` names the directory, and the run keeps its name.
+    """
+
+    def moved(path: str) -> str:
+        inside = Path(path).is_relative_to(plan.run_dir)
+        path = str(run_dir / Path(path).relative_to(plan.run_dir)) if inside else path
+        return at_home(path, home) if home is not None else path
+
+    entry = move_entry(plan.gang.entry, moved)
+    run = run_dir.name if home is None else plan.run
+    gang = dataclasses.replace(plan.gang, run=run, entry=entry)
+    slurm = plan.slurm and place_slurm(plan.slurm, name=plan.name, token=plan.token, run_dir=run_dir, attempt=attempt)
+    ssh = plan.ssh and place_ssh(plan.ssh, home)
+    spec = plan.spec if home is None else spec_at_home(plan.spec, home)
+    there = dataclasses.replace(plan, run=run, runs_dir=run_dir.parent, spec=spec, gang=gang, slurm=slurm, ssh=ssh)
+    return dataclasses.replace(
+        there, rank0=_rank0_variables(there), files=_files_written(there), commands=_commands_started(there)
+    )
+
+
+def plan_on_hosts(plan: Plan) -> Plan:
+    """Return the plan of a run over SSH with its paths on the hosts, to be shown to the user."""
+    gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
+    return dataclasses.replace(plan, gang=gang)
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+# 64 words each: short, plain, distinct in their first letters.
+ADJECTIVES = _words(
+    "agile amber ample ashen balmy blithe bold brave brisk bright calm candid clever cosmic crisp curly "
+    "dapper daring deft dewy eager early fabled fair fancy fleet fond frank gentle giddy glad golden "
+    "hardy hazel honest humble jolly keen kind lively lucid lunar mellow merry mild misty nimble noble "
+    "plucky polar proud quick quiet rapid rosy rustic silver snug solar spry steady sunny swift tidy"
+)
+ANIMALS = _words(
+    "adder badger bear beaver bison bobcat camel caribou civet condor coyote crane curlew dingo dolphin eagle "
+    "egret falcon ferret finch fox gazelle gecko gibbon goose grouse hare heron hornet ibex ibis iguana "
+    "jackal jaguar kestrel koala lark lemur llama lynx magpie marmot marten mink moose newt ocelot orca "
+    "osprey otter owl panda pelican puffin quail raven robin salmon seal stoat swan tapir walrus wombat"
+)
+
+
+def choose_run_name(
+    runs_dir: Path, *, adjectives: tuple[str, ...] = ADJECTIVES, animals: tuple[str, ...] = ANIMALS
+) -> str:
+    """Choose a name that is free in `runs_dir`; another submit may still take it before it is used."""
+    try:
+        taken = set(os.listdir(runs_dir))
+    except OSError:
+        taken = set()
+    while True:
+        name = f"{secrets.choice(adjectives)}-{secrets.choice(animals)}-{secrets.randbelow(99) + 1}"
+        if name not in taken:
+            return name
+
+
+_OF_THE_ENTRY = "the entry: how it is started"
+"""The origin of variables that the start-up of a rank sets for its entry."""
+_PORT = "a free port, chosen at the start"
+
+
+def _rank0_variables(plan: Plan) -> dict[str, dict[str, str]]:
+    """Compute the variables of rank 0, each with its origin."""
+    gang, slurm, ssh = plan.gang, plan.slurm, plan.ssh
+    if not gang.master_addr:
+        head = ssh.hosts[0].host if ssh else "the first node"
+        gang = dataclasses.replace(gang, master_addr=f"{head}'s address, found at the start")
+    variables = gang.variables_of(0, run_dir=plan.dir_on_hosts, attempt=0, master_port=gang.master_port or _PORT)
+    shown = {name: {"value": variable.value, "origin": variable.origin} for name, variable in variables.items()}
+    changes = gang.entry.environment({name: variable.value for name, variable in variables.items()})
+    for name, value in changes.items():
+        if value is None:
+            shown.pop(name, None)
+        elif name not in shown or shown[name]["value"] != value:
+            shown[name] = {"value": value, "origin": _OF_THE_ENTRY}
+    if "CUDA_VISIBLE_DEVICES" in gang.env:
+        return shown
+    if slurm and not gang.on_cpu:
+        shown["CUDA_VISIBLE_DEVICES"] = {"value": "the GPUs that Slurm gives", "origin": "Slurm"}
+    if ssh and ssh.hosts[0].gpus and not gang.nodes[0].gpus:
+        value = f"{ssh.hosts[0].gpus} of {ssh.hosts[0].host}'s, leased at the start"
+        shown["CUDA_VISIBLE_DEVICES"] = {"value": value, "origin": "the GPUs of the node"}
+    return shown
+
+
+def _files_written(plan: Plan) -> tuple[str, ...]:
+    """List the paths that the submit writes on this machine."""
+    run = RunDir(plan.run_dir)
+    paths = [run.spec, run.plan, run.record, run.environment, *([run.code] if plan.snapshot else [])]
+    paths += [run.attempt(0).path, run.checkpoints, run.tensorboard, run.launcher_dir]
+    if plan.gang.entry.is_call:
+        paths.append(run.submission)
+    if plan.slurm:
+        paths += [run.launcher_dir / SCRIPT, run.job_environment, run.job_secrets]
+    return tuple(str(path) for path in paths)
+
+
+def files_on_hosts(ssh: SshPlan, run_dir: str, *, with_code: bool) -> tuple[str, ...]:
+    """List the paths that the submit writes on every host, besides the files of `ssh.send`."""
+    kept = [f"{ssh.root}/packages/<sha256 of this package>", run_dir]
+    code = [f"{ssh.root}/code/<sha256 of the code>"] if with_code else []
+    return (*kept, *code)
+
+
+def _commands_started(plan: Plan) -> tuple[tuple[str, ...], ...]:
+    """List the argv of all processes, in the order of their start: the launcher, supervisors, a rank."""
+    if plan.ssh:
+        pythons = [node.python_words for node in plan.ssh.hosts]
+        supervisors = [(python, *SUPERVISOR_COMMAND[1:]) for python in pythons]
+        return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(plan.dir_on_hosts))[1:]))
+    rank = rank_command(plan.run_dir)
+    if plan.slurm:
+        supervisors = [(*SUPERVISOR_COMMAND[:-1], SLURM_SUPERVISOR) for _ in plan.gang.nodes]
+        script = str(RunDir(plan.run_dir).launcher_dir / SCRIPT)
+        return ((*plan.slurm.sbatch, script, *plan.slurm.arguments), (*plan.slurm.srun, "0"), *supervisors, rank)
+    return (launcher_command(plan.run_dir, 0), *[SUPERVISOR_COMMAND for _ in plan.gang.nodes], rank)
+
+
+_FIXED = (
+    *("launcher", "name", "snapshot", "entry.script", "entry.module", "entry.function", "entry.command"),
+    *(f"train.{key}" for key in DEFINING),
+)
+"""Keys that make it this run; with another value of one it would be another run."""
+
+
+def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Plan:
+    """Return the plan of the same run with other values; its code stays the snapshot of the first submit.
+
+    `spec`: the run's own, as it was resolved.
+    Raises: SpecError: an override is wrong. UsageError: the run cannot go on with it. PreflightError: the machines do
+    not fit.
+    """
+    from clusterddp.spec.load import flatten, load_spec
+
+    resolved = load_spec(spec, overrides, environ=environ, whole=True)
+    request = Request(
+        runs_dir=plan.runs_dir, working_dir=plan.working_dir, environ=environ, parent=plan.parent, submission=b""
+    )
+    other = plan_run(resolved, request)
+    now, then = flatten(other.spec), flatten(plan.spec)
+    fixed = [key for key in _FIXED if now.get(key) != then.get(key)]
+    if fixed:
+        raise UsageError(
+            f"{plan.run}: resume goes on with the same {fixed[0]}, {then.get(fixed[0])}, not {now.get(fixed[0])}",
+            hint=f"clusterddp submit {plan.run} {' '.join(overrides)} starts another run",
+        )
+    if plan.ssh and other.ssh and plan.ssh.hosts[0].host != other.ssh.hosts[0].host:
+        host = plan.ssh.hosts[0].host
+        raise UsageError(
+            f"{plan.run}: its checkpoints are on {host}, which has to stay the first of the hosts",
+            hint=f"name {host} first, or submit a new run",
+        )
+    # The place of the code stays, even where today a submit would run it in its own place.
+    first = plan.gang.entry
+    entry = dataclasses.replace(
+        other.gang.entry,
+        target=first.target,
+        working_dir=first.working_dir,
+        import_paths=first.import_paths,
+        code_dir=first.code_dir,
+    )
+    gang = dataclasses.replace(other.gang, token=plan.token, entry=entry)
+    return move_plan(dataclasses.replace(other, token=plan.token, gang=gang, snapshot=plan.snapshot), plan.run_dir)

@@ -1,0 +1,518 @@
+"""The Slurm part of a plan: the placement on nodes, for which Slurm chooses hosts, and the job as a value.
+
+The value has the argv of sbatch and srun, the batch script, the words of a container, and the runs that the job waits
+for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import clusterddp
+from clusterddp.errors import PreflightError, UsageError
+from clusterddp.plan.placement import Placement, Request
+from clusterddp.plan.prerequisites import data_notes, storage_notes
+from clusterddp.plan.processes import process_environment, travelling_variables
+from clusterddp.plan.program import directories_used, filled_in
+from clusterddp.run.attempts import AttemptEnd, read_end
+from clusterddp.run.directory import RunDir
+from clusterddp.run.find import find_run
+from clusterddp.run.gang import Node
+from clusterddp.run.job_tag import job_name, job_tag
+from clusterddp.run.record import read_run
+from clusterddp.run.sweep import SweepDir, find_sweep
+from clusterddp.spec.slurm_options import (
+    BIND_OPTIONS,
+    FLAGS,
+    GPU_OPTIONS,
+    MEMORY_OPTIONS,
+    OWNED,
+    REQUEUE_OPTIONS,
+    SRUN_OPTIONS,
+    asks_for_gpus,
+    option_problem,
+)
+from clusterddp.system.storage import check_shared
+from clusterddp.system.templates import read_template
+
+if TYPE_CHECKING:
+    from clusterddp.spec.model import JobSpec
+
+
+Options = dict[str, "str | bool"]
+_PREFIX = "SBATCH_"
+_ODD_NAMES = {
+    "ARRAY_INX": "array",
+    "MEM_PER_NODE": "mem",
+    "REQ_SWITCH": "switches",
+    "TIMELIMIT": "time",
+    "DEBUG": "verbose",
+    "WAIT4SWITCH": None,
+    "NO_WAIT": None,
+}
+"""Variables of sbatch whose names differ from the option's; None: part of another option."""
+_SWITCHES = FLAGS | {"exclusive", "no_kill", "wait_all_nodes"}
+
+_BOUND = (
+    "a rank sees only the GPUs that are bound to it. If Slurm confines tasks to their devices, NCCL copies from GPU to "
+    "GPU through the host's memory, and a script that uses LOCAL_RANK as its device fails with invalid device "
+    "ordinal; CLUSTERDDP_GPU names the device"
+)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobOptions:
+    """The options of sbatch and srun for one job that do not depend on its name and directory."""
+
+    sbatch: Options
+    srun: Options
+    notes: tuple[str, ...]
+
+    @property
+    def gpus(self) -> bool:
+        return asks_for_gpus(self.sbatch)
+
+
+def choose_options(job: JobSpec, environ: Mapping[str, str], dependency: str | None = None) -> JobOptions:
+    """Choose the options: those of the spec replace our defaults; both replace the user's SBATCH_* variables."""
+    wanted = dict(job.slurm)
+    options = _required(job) | {
+        name: value for name, value in _defaults(job, dependency).items() if not _replaced(name, wanted)
+    }
+    own = {name: value for name, value in wanted.items() if value is not False}
+    options |= {name: value for name, value in own.items() if name not in SRUN_OPTIONS}
+    exported, notes = _exported(environ, {**wanted, **options})
+    sbatch = options | exported
+    srun: Options = {name: value for name, value in own.items() if name in SRUN_OPTIONS}
+    bound = [name for name in sbatch if name in BIND_OPTIONS and not str(sbatch[name]).endswith("none")]
+    notes += tuple(f"slurm.{name}: {_BOUND}" for name in bound if asks_for_gpus(sbatch))
+    return JobOptions(sbatch=sbatch, srun=srun, notes=notes)
+
+
+def option_argv(options: Mapping[str, str | bool]) -> tuple[str, ...]:
+    """Return each option as one argument, `--name=value`; no shell reads it."""
+    return tuple(_argument(name, value) for name, value in options.items() if value is not False)
+
+
+def without_waiting(options: Options) -> Options:
+    """Return the options of a follow-up job: without start times and dependencies that are over."""
+    past = {"begin", "hold", "kill_on_invalid_dep"} | (
+        {"dependency"} if options.get("dependency") != "singleton" else set()
+    )
+    return {name: value for name, value in options.items() if name not in past}
+
+
+def memory_text(gigabytes: float) -> str:
+    """Format gigabytes for Slurm (1G is 1024M), in megabytes if they are no whole gigabytes."""
+    return f"{int(gigabytes)}G" if float(gigabytes).is_integer() else f"{math.ceil(gigabytes * 1024)}M"
+
+
+def _required(job: JobSpec) -> Options:
+    resources = job.resources
+    options: Options = {
+        "nodes": str(resources.nodes),
+        "ntasks": str(resources.nodes * _tasks_per_node(job)),
+        "ntasks_per_node": str(_tasks_per_node(job)),
+        "cpus_per_task": str(_cores_per_task(job)),
+    }
+    if job.notify and job.notify.mail:
+        options |= {"mail_user": job.notify.mail, "mail_type": job.notify.mail_types}
+    return options | ({"time": str(resources.time)} if resources.time else {})
+
+
+def _defaults(job: JobSpec, dependency: str | None) -> Options:
+    """Return the options that a spec may remove or replace."""
+    resources = job.resources
+    options: Options = {}
+    if resources.memory_gb is not None:
+        options["mem"] = memory_text(resources.memory_gb)
+    gpus = resources.gpus_per_node or (resources.ranks_per_node if job.device == "cuda" else 0)
+    if gpus and job.device != "cpu":
+        options["gpus_per_node"] = str(gpus)
+    # Slurm may requeue a job only if the spec allows restarts.
+    options["requeue" if job.restarts else "no_requeue"] = True
+    if dependency:
+        options["dependency"] = dependency
+    if dependency or job.slurm.get("dependency"):
+        options["kill_on_invalid_dep"] = "yes"
+    return options
+
+
+def _replaced(name: str, wanted: Mapping[str, str | bool]) -> bool:
+    """Say whether the spec's own options replace or remove this default."""
+    if name in wanted:
+        return True
+    if name in GPU_OPTIONS:
+        return any(other in GPU_OPTIONS for other in wanted) or asks_for_gpus(wanted)
+    return any(name in group and not group.isdisjoint(wanted) for group in (MEMORY_OPTIONS, REQUEUE_OPTIONS))
+
+
+def _exported(environ: Mapping[str, str], options: Mapping[str, str | bool]) -> tuple[Options, tuple[str, ...]]:
+    """Return the user's SBATCH_* variables that count, as options, and a note on each variable."""
+    honoured: Options = {}
+    notes = []
+    for variable in sorted(environ):
+        if not variable.startswith(_PREFIX):
+            continue
+        name = _ODD_NAMES.get(variable.removeprefix(_PREFIX), variable.removeprefix(_PREFIX).lower())
+        if name is None:
+            notes.append(f"{variable} in your environment is left out: slurm.switches takes both values")
+        elif name in OWNED and name not in {"time"}:
+            notes.append(f"{variable} in your environment is overridden: {OWNED[name]}")
+        elif name == "distribution" and (problem := option_problem(name, environ[variable])):
+            notes.append(f"{variable} in your environment is overridden: {problem[0]}")
+        elif _is_taken(name, options):
+            notes.append(f"{variable} in your environment is overridden by the spec")
+        else:
+            honoured[name] = _switch_value(environ[variable]) if name in _SWITCHES else environ[variable]
+            notes.append(f"{_argument(name, honoured[name])} comes from {variable} in your environment")
+    return honoured, tuple(notes)
+
+
+def _is_taken(name: str, options: Iterable[str]) -> bool:
+    groups = (MEMORY_OPTIONS, REQUEUE_OPTIONS, GPU_OPTIONS | {"gres", "tres_per_task"})
+    return name in options or any(name in group and not group.isdisjoint(options) for group in groups)
+
+
+def _switch_value(text: str) -> str | bool:
+    return text if text.lower() in {"user", "mcs", "topo", "off"} else True
+
+
+def _argument(name: str, value: str | bool) -> str:
+    option = f"--{name.replace('_', '-')}"
+    if value is True:
+        return "--kill-on-invalid-dep=yes" if name == "kill_on_invalid_dep" else option
+    return f"{option}={value}"
+
+
+def _tasks_per_node(job: JobSpec) -> int:
+    """Return how many processes clusterddp or Slurm starts on each node."""
+    once = job.entry is not None and job.entry.owns_ranks
+    return 1 if once else job.resources.ranks_per_node
+
+
+def _cores_per_task(job: JobSpec) -> int:
+    """Return how many cores each started process needs: a program that starts ranks needs those of all."""
+    return (job.resources.cpus_per_task or 1) * (job.resources.ranks_per_node // _tasks_per_node(job))
+
+
+IMPORT_PATH = "/opt/clusterddp"
+"""Where the container has this package, and only it: no package of the host may hide one of the image."""
+_SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
+"""Finds Python inside the container: srun may look for the first word of a command on the host."""
+_TASK = """\
+import os, runpy, sys
+sys.path.insert(0, sys.argv.pop(1))
+os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+"""Finds this package inside the container: a PYTHONPATH of the image wins over the one of the job."""
+
+
+def container_words(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
+    """Return the task's argv up to the name of its module.
+
+    Source: https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
+    """
+    if container is None:
+        return (sys.executable, "-m")
+    python = (container["python"], "-c", _TASK, IMPORT_PATH)
+    if container["runtime"] == "pyxis":
+        return (*_SHELL, *python)
+    binds = tuple(f"--bind={mount}" for mount in _mounts(container, mounts, run_dir))
+    gpus = ("--nv",) if container["gpus"] else ()
+    workdir = (f"--pwd={container['workdir']}",) if container["workdir"] else ()
+    return ("apptainer", "exec", *gpus, *binds, *workdir, container["image"], *python)
+
+
+def container_flags(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
+    """Return srun's options for a container.
+
+    Source: https://github.com/NVIDIA/pyxis#usage
+    """
+    if container is None or container["runtime"] != "pyxis":
+        return ()
+    flags = [
+        f"--container-image={container['image']}",
+        f"--container-mounts={','.join(_mounts(container, mounts, run_dir))}",
+        "--no-container-mount-home",
+    ]
+    if container["workdir"]:
+        flags.append(f"--container-workdir={container['workdir']}")
+    return tuple(flags)
+
+
+def _mounts(container: dict[str, Any], mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
+    """List the mounts as HOST_PATH:PATH[:FLAGS]: of the run, of the directories that it needs, and the user's own."""
+    package = f"{Path(clusterddp.__file__).absolute().parent}:{IMPORT_PATH}/clusterddp:ro"
+    users = [mount if ":" in mount else f"{mount}:{mount}" for mount in container["mounts"]]
+    targets = [Path(mount.split(":")[1]) for mount in users]
+    # A path inside a user's mount need not exist on the nodes.
+    brought = {path for path in mounts if any(Path(path).is_relative_to(target) for target in targets)}
+    ours = dict.fromkeys(path for path in (str(run_dir.parent), *mounts) if path not in brought)
+    return (*(f"{path}:{path}" for path in ours), package, *users)
+
+
+SCRIPT = "slurm_job.sh"
+TASK_MODULE = "clusterddp.places.slurm.task"
+SLURM_SUPERVISOR = "clusterddp.places.slurm.supervisor"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SlurmPlan:
+    """One job before its submit; sbatch gets exactly these values."""
+
+    sbatch_options: dict[str, str | bool]
+    """sbatch's options that follow from the spec and the user's environment, by their long names."""
+    srun_options: dict[str, str | bool]
+    container: dict[str, Any] | None
+    mounts: tuple[str, ...]
+    """Directories that the container needs in addition to the run's and the user's own mounts."""
+    variables: tuple[str, ...]
+    """Names of the submitting shell's variables that the ranks get, from launcher/environment.json."""
+    script: str
+    """Text of the batch script, the same for every run."""
+    arguments: tuple[str, ...] = ()
+    """Arguments of the script."""
+    sbatch: tuple[str, ...] = ()
+    """argv before the script and its arguments."""
+    srun: tuple[str, ...] = ()
+    """argv up to and including RUN_DIR; the attempt follows."""
+
+    def to_json(self) -> dict[str, Any]:
+        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+
+
+def plan_slurm(
+    options: JobOptions, *, container: dict[str, Any] | None, mounts: tuple[str, ...], environ: Mapping[str, str]
+) -> SlurmPlan:
+    """Plan the job of one run; `place_slurm` adds what depends on the run's directory."""
+    return SlurmPlan(
+        sbatch_options=options.sbatch,
+        srun_options=options.srun,
+        container=container,
+        mounts=mounts,
+        variables=tuple(sorted(travelling_variables(environ))),
+        script=read_template(SCRIPT),
+        arguments=(sys.executable, "", *_start_paths(environ)),
+    )
+
+
+def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int) -> SlurmPlan:
+    """Fill in what depends on the run's directory and on the first attempt of the job."""
+    tag = job_tag(token, attempt)
+    python, _, *paths = plan.arguments
+    return dataclasses.replace(
+        plan,
+        arguments=(python, str(run_dir), *paths),
+        sbatch=sbatch_argv(
+            plan.sbatch_options,
+            name=job_name(name, tag),
+            comment=f"clusterddp {run_dir.name} {tag}",
+            directory=RunDir(run_dir).launcher_dir,
+        ),
+        srun=_srun_argv(plan, run_dir),
+    )
+
+
+def sbatch_argv(
+    options: Mapping[str, str | bool], *, name: str, comment: str, directory: Path, log: str = "job.log"
+) -> tuple[str, ...]:
+    """Return sbatch's argv before the script; the comment of the spec comes before ours."""
+    users = options.get("comment")
+    ours: Options = {
+        "parsable": True,
+        "job_name": name,
+        "comment": f"{users}; {comment}" if isinstance(users, str) and users else comment,
+        "export": "NONE",
+        "chdir": str(directory),
+        "output": str(directory / log),
+        "open_mode": "append",
+    }
+    rest = {option: value for option, value in options.items() if option != "comment"}
+    return ("sbatch", *option_argv(ours), *option_argv(rest))
+
+
+def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
+    options = plan.sbatch_options
+    ours: Options = {
+        "kill_on_bad_exit": "1",
+        "nodes": options["nodes"],
+        "ntasks": options["ntasks"],
+        "ntasks_per_node": options["ntasks_per_node"],
+        # srun of 22.05 to 23.02 does not inherit it from the job.
+        "cpus_per_task": options["cpus_per_task"],
+        # Ranks with neighbouring numbers then share a socket, and usually their GPUs; Slurm's default is cyclic.
+        "distribution": options.get("distribution") or "block:block",
+        "unbuffered": True,
+        "label": True,
+        "open_mode": "append",
+        # srun would inherit NONE from the environment of the batch step.
+        "export": "ALL",
+        "output": str(RunDir(run_dir).launcher_dir / "tasks.log"),
+    }
+    inside = container_words(plan.container, mounts=plan.mounts, run_dir=run_dir)
+    flags = container_flags(plan.container, mounts=plan.mounts, run_dir=run_dir)
+    task = (*inside, TASK_MODULE, str(run_dir))
+    return (*_without_binding(options), "srun", *option_argv(ours), *option_argv(plan.srun_options), *flags, *task)
+
+
+def _without_binding(options: Mapping[str, str | bool]) -> tuple[str, ...]:
+    """Return the words before srun with which every rank sees all GPUs of its node, unless the user binds them.
+
+    sbatch sets variables for GPUs per task, from which srun gives each task only its own GPUs. `--gpu-bind=none` does
+    not help: srun 20.11 refuses it, and with 22.05 no task sees any GPU.
+    """
+    by_task = {"gpus_per_task": "SLURM_GPUS_PER_TASK", "tres_per_task": "SLURM_TRES_PER_TASK"}
+    if by_task.keys().isdisjoint(options) or not BIND_OPTIONS.isdisjoint(options):
+        return ()
+    return ("env", *(f"--unset={variable}" for variable in by_task.values()))
+
+
+def _start_paths(environ: Mapping[str, str]) -> tuple[str, ...]:
+    """Return PYTHONPATH and LD_LIBRARY_PATH for a job's empty environment, without empty values at the end."""
+    environment = process_environment("", environ)
+    paths = [environment.get("PYTHONPATH", ""), environment.get("LD_LIBRARY_PATH", "")]
+    while paths and not paths[-1]:
+        paths.pop()
+    return tuple(paths)
+
+
+_UNMET = {"afterok": ("FAILED", "CANCELLED", "STOPPED"), "afternotok": ("COMPLETED",), "afterany": ()}
+
+
+def find_dependency(after: Sequence[str], runs_dir: Path) -> tuple[str | None, tuple[str, ...]]:
+    """Return the value of --dependency and notes on runs that have ended; None: no dependency is left.
+
+    Raises: RunNotFoundError, UsageError: Slurm cannot wait for a run, or a run has ended with the wrong outcome.
+    """
+    dependencies: list[str] = []
+    notes: list[str] = []
+    for text in after:
+        kind, _, name = text.rpartition(":")
+        kind = kind or "afterok"
+        if re.fullmatch(r"[0-9]+(_[0-9]+)?", name):
+            dependencies.append(f"{kind}:{name}")
+            continue
+        sweep = find_sweep(runs_dir, name)
+        if sweep:
+            dependencies += _dependencies_on_sweep(text, kind, sweep)
+            continue
+        run = find_run(runs_dir, name)
+        end = _final_end(run)
+        if end is None:
+            dependencies.append(f"{kind}:{_job_of(run)}")
+        elif end.outcome in _UNMET[kind]:
+            raise UsageError(f"after: {text}: {run.name} has ended: {end.outcome} ({end.reason})")
+        else:
+            notes.append(f"after: {run.name} has ended already ({end.outcome}), so the job does not wait for it")
+    return ",".join(dependencies) or None, tuple(notes)
+
+
+def _dependencies_on_sweep(text: str, kind: str, sweep: SweepDir) -> list[str]:
+    """Return the dependencies on all runs of a sweep: its job array, and follow-up jobs of single runs."""
+    if kind == "afternotok":
+        raise UsageError(f"after: {text}: {sweep.name} is a sweep; afternotok takes one run", hint=f"{sweep.name}.0")
+    jobs: dict[str, None] = {}
+    for run in sweep.runs():
+        end = _final_end(run)
+        if end is None:
+            jobs[_job_of(run).partition("_")[0]] = None
+        elif end.outcome in _UNMET[kind]:
+            raise UsageError(f"after: {text}: {run.name} has ended: {end.outcome} ({end.reason})")
+    return [f"{kind}:{job}" for job in jobs]
+
+
+def _final_end(run: RunDir) -> AttemptEnd | None:
+    attempts = run.attempts()
+    end = read_end(attempts[-1]) if attempts else None
+    return None if end is None or end.will_restart else end
+
+
+def _job_of(run: RunDir) -> str:
+    record = read_run(run)
+    if record.launcher != "slurm":
+        raise UsageError(
+            f"after: {run.name} is a {record.launcher} run, for which Slurm cannot wait",
+            hint=f"clusterddp wait {run.name} waits for it",
+        )
+    if record.job_id is None:
+        raise UsageError(
+            f"after: the job id of {run.name} is not known", hint=f"clusterddp status {run.name} asks Slurm for it"
+        )
+    return record.job_id
+
+
+def place(job: JobSpec, request: Request) -> Placement:
+    """Place the ranks on nodes and plan the job.
+
+    Raises: UsageError, PreflightError: Slurm could not run the job, or not from this directory.
+    """
+    refuse_odd_path(request.runs_dir)
+    dependency, waiting = find_dependency(job.after, request.runs_dir)
+    options = choose_options(job, request.environ, dependency)
+    placement = plan_slurm_placement(job, gpus=options.gpus)
+    shared = check_shared(
+        request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
+    )
+    if job.entry:
+        check_shared(request.working_dir, "what ranks work in", "submit from a directory that all nodes share")
+    data = data_notes(filled_in(job)["train"])
+    notes = (*placement.notes, *options.notes, *waiting, *shared, *storage_notes(), *data)
+    slurm = plan_slurm(
+        options,
+        container=job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None,
+        mounts=directories_used(filled_in(job), request.working_dir),
+        environ=request.environ,
+    )
+    return dataclasses.replace(placement, notes=notes, slurm=slurm)
+
+
+def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
+    """Place the ranks on the nodes of a job; Slurm chooses hosts and GPUs at its start. `gpus`: the job asks for GPUs.
+
+    Raises: PreflightError: the spec asks for nccl and for no GPUs.
+    """
+    per_node = job.resources.ranks_per_node
+    gpus = gpus and job.device != "cpu"
+    nodes = tuple(
+        Node(
+            node_rank=node_rank,
+            host=f"(node {node_rank} of the job)",
+            ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)),
+        )
+        for node_rank in range(job.resources.nodes)
+    )
+    if job.network.backend == "nccl" and not gpus:
+        raise PreflightError(
+            f"{job.name}: network.backend nccl needs GPUs, and the job asks Slurm for none",
+            hint="resources.gpus_per_node asks for them; network.backend=auto takes gloo on the CPU",
+        )
+    notes = []
+    if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
+        notes.append("resources.gpus_per_node is not set: the job asks for no GPU, its ranks compute on the CPU")
+    if job.resources.cpus_per_task is None:
+        notes.append("resources.cpus_per_task is not set: one core for each rank")
+    return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(notes))
+
+
+def refuse_odd_path(runs_dir: Path) -> None:
+    """Refuse a path that Slurm would change."""
+    reasons = {
+        "%": "Slurm replaces % in the path of a log by the job's ids",
+        "\\": "Slurm removes it from paths",
+    }
+    for char in str(runs_dir):
+        reason = reasons.get(char) or ("" if char.isprintable() else "Slurm stores a path on one line")
+        if reason:
+            raise UsageError(
+                f"{str(runs_dir)!r}: has {char!r}; {reason}",
+                hint="use another directory with --runs DIR or CLUSTERDDP_RUNS",
+            )

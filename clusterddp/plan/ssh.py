@@ -1,0 +1,232 @@
+"""The SSH part of a plan: the hosts and their Pythons, the ranks on each, the uploads, the downloads."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import PreflightError, UsageError
+from clusterddp.plan.placement import Placement, Request
+from clusterddp.run.gang import Node
+from clusterddp.system.templates import read_template
+from clusterddp.wire import build
+
+if TYPE_CHECKING:
+    from clusterddp.spec.hosts import Share, SshPython
+    from clusterddp.spec.model import JobSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HostAccess:
+    """A host, and which Python runs the agent there."""
+
+    host: str
+    python: str | None = None
+    venv: str | None = None
+    conda: str | None = None
+    modules: tuple[str, ...] = ()
+    root: str = "~/.clusterddp"
+    host_key: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshNode:
+    """One host of the run."""
+
+    host: str
+    """The name that `ssh` takes."""
+    node_rank: int
+    gpus: int
+    """How many GPUs it leases; 0: its ranks compute on the CPU."""
+    python: str | None = None
+    venv: str | None = None
+    conda: str | None = None
+    modules: tuple[str, ...] = ()
+    host_key: str | None = None
+    """The host key that it must present."""
+
+    @property
+    def python_words(self) -> str:
+        """Return its Python's path, or the command if only the host knows the path."""
+        if self.python:
+            return self.python
+        home = self.venv or (self.conda if self.conda and self.conda.startswith(("/", "~/")) else None)
+        return f"{home}/bin/python" if home else "python" if self.conda else "python3"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Send:
+    """A file or directory that is uploaded to every host before the start."""
+
+    source: str
+    target: str
+    """From / or ~/."""
+    files: int = 0
+    bytes: int = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SshPlan:
+    """The part of a run's plan about hosts over SSH."""
+
+    hosts: tuple[SshNode, ...]
+    """In the order of the node ranks."""
+    root: str
+    """The directory of all of clusterddp's files on a host, from / or ~/."""
+    send: tuple[Send, ...] = ()
+    fetch: tuple[str, ...] = ()
+    """Which of logs, metrics and checkpoints are downloaded at the end."""
+    attached: bool = False
+    """True: the run ends with the process that started it."""
+    home: str | None = None
+    """In a host's copy of the plan: the home directory there; all paths are then absolute."""
+
+    def accesses(self) -> list[HostAccess]:
+        """Return how to reach each host, in the order of the nodes."""
+        names = ("host", "python", "venv", "conda", "modules", "host_key")
+        return [HostAccess(root=self.root, **{name: getattr(node, name) for name in names}) for node in self.hosts]
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> SshPlan:
+        """Rebuild a plan from JSON.
+
+        Raises: ValueError: the data is no plan; see `build`.
+        """
+        return build(cls, data, "ssh")
+
+
+def constant_command() -> str:
+    """Return the command that every host runs, the same for all runs: one line, for any login shell."""
+    lines = (line.strip() for line in read_template("ssh_host.sh").splitlines())
+    text = " ".join(line for line in lines if line and not line.startswith("#"))
+    assert not set("'!") & set(text)  # csh reads them otherwise
+    return f"exec /bin/sh -c '{text}'"
+
+
+def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:
+    """Plan the hosts and uploads; local paths of the spec are absolute already.
+
+    Raises: UsageError: a file of `ssh.send` does not exist.
+    """
+    return SshPlan(
+        hosts=tuple(_node(node_rank, share, job.ssh) for node_rank, share in enumerate(shares)),
+        root=job.ssh.dir,
+        send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
+        fetch=tuple(job.ssh.fetch),
+    )
+
+
+def place_ssh(plan: SshPlan, home: str | None) -> SshPlan:
+    """Return the plan with its paths on a host whose home directory is `home`."""
+    if home is None:
+        return plan
+    send = tuple(dataclasses.replace(one, target=at_home(one.target, home)) for one in plan.send)
+    return dataclasses.replace(plan, home=home, root=at_home(plan.root, home), send=send)
+
+
+def at_home(path: str, home: str) -> str:
+    """Return a path on a host, from / or ~/, as an absolute one."""
+    return f"{home}{path[1:]}" if path == "~" or path.startswith("~/") else path
+
+
+def spec_at_home(spec: dict[str, Any], home: str) -> dict[str, Any]:
+    """Return the spec of a run with the place of its data as a path on a host."""
+    train = spec.get("train")
+    return spec | {"train": train | {"data_dir": at_home(train["data_dir"], home)}} if train else spec
+
+
+def directory_name(run: str, token: str) -> str:
+    """Name a run's directory on hosts; the token keeps runs of several submitting machines apart."""
+    return f"{run}.{token[:8]}"
+
+
+def place(job: JobSpec, request: Request) -> Placement:
+    """Distribute the ranks over the hosts of the spec.
+
+    Raises: PreflightError: see `plan_ssh_placement`. UsageError: see `plan_ssh`.
+    """
+    from clusterddp.spec.hosts import share_out, unused_hosts
+
+    shares = share_out(job)
+    placement = plan_ssh_placement(job, shares, unused_hosts(job))
+    ssh = dataclasses.replace(plan_ssh(job, shares), attached=request.attached)
+    return dataclasses.replace(placement, ssh=ssh)
+
+
+def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[str] = ()) -> Placement:
+    """Place the nodes on hosts; the start leases their GPUs and chooses their interfaces.
+
+    `unused`: further hosts of the spec.
+
+    Raises: PreflightError: the spec asks for nccl and for no GPUs.
+    """
+    firsts = itertools.accumulate((share.ranks for share in shares), initial=0)
+    nodes = tuple(
+        Node(node_rank=node_rank, host=share.host.host, ranks=tuple(range(first, first + share.ranks)))
+        for node_rank, (share, first) in enumerate(zip(shares, firsts, strict=False))
+    )
+    gpus = any(share.gpus for share in shares)
+    if job.network.backend == "nccl" and not gpus:
+        raise PreflightError(
+            f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
+            hint="resources.gpus_per_node or a host's gpus asks for them; network.backend=auto takes gloo on the CPU",
+        )
+    return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(_ssh_notes(job, unused, gpus=gpus)))
+
+
+def _node(node_rank: int, share: Share, of_all: SshPython) -> SshNode:
+    """Plan one host; if it names a Python or an environment, that replaces the one for all hosts."""
+    host = share.host
+    own = host.python or host.venv or host.conda
+    chosen = host if own else of_all
+    return SshNode(
+        host=host.host,
+        node_rank=node_rank,
+        gpus=share.gpus,
+        python=chosen.python,
+        venv=chosen.venv,
+        conda=chosen.conda,
+        modules=host.modules or of_all.modules,
+        host_key=host.host_key,
+    )
+
+
+def _send(source: str, target: str) -> Send:
+    path = Path(source)
+    if path.is_file():
+        return Send(source=source, target=target, files=1, bytes=path.stat().st_size)
+    if not path.is_dir():
+        raise UsageError(
+            f"ssh.send: {source}: no such file or directory",
+            hint="the path is relative to the directory of the submit; ssh: {send: {LOCAL: ON_HOST}}",
+        )
+    files = size = 0
+    for directory, _, names in os.walk(path):
+        for name in names:
+            files += 1
+            size += os.lstat(os.path.join(directory, name)).st_size
+    return Send(source=source, target=target, files=files, bytes=size)
+
+
+def _ssh_notes(job: JobSpec, unused: Sequence[str], *, gpus: bool) -> Iterator[str]:
+    if unused:
+        names = ", ".join(unused[:3]) + (f" and {len(unused) - 3} more" if len(unused) > 3 else "")
+        few = f"{names} {'is' if len(unused) == 1 else 'are'}"
+        yield f"resources.nodes is {job.resources.nodes}: {few} not used; ~resources.nodes takes all"
+    if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
+        yield "no GPUs are asked for (resources.gpus_per_node, or gpus of a host): the ranks compute on the CPU"
+    if job.resources.cpus_per_task is None:
+        yield "resources.cpus_per_task is not set: one thread for each rank"
+    if job.resources.memory_gb:
+        yield "resources.memory_gb is not enforced on hosts over SSH"
+    for name in ("container", "after"):
+        if getattr(job, name):
+            yield f"{name} is for the slurm launcher and has no effect here"

@@ -1,1 +1,0 @@
-"""Downloads the files of remote runs and keeps the local copies up to date."""

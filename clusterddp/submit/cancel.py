@@ -1,0 +1,143 @@
+"""End a run: at once, or after a checkpoint."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Iterator
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.places.registry import launcher_named
+from clusterddp.places.slurm.jobs import Phase
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.places.state import read_state
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import Report, cancelled, end_queued, final_end, no_report, refuse_to_end
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
+from clusterddp.run.state import RunState, RunView
+from clusterddp.run.stop import request_stop
+from clusterddp.submit.submit import CANCELLED_IN_QUEUE, record_end, wait
+from clusterddp.system.files import is_file, write_json
+from clusterddp.system.gpu_lease import user_name
+
+_ANSWER_INTERVAL_S = 0.25
+_ANSWER_S = 5.0
+"""How long the supervisors may take to cancel: they look four times a second, then kill the ranks."""
+_ASKS_WITHIN_S = 2.0
+"""So long a run that was asked to stop may take to end before the user reads what it waits for."""
+HOW_TO_STOP = "a program that asks clusterddp.should_stop(), or looks at $CLUSTERDDP_STOP_FILE, saves: docs/entry.md"
+
+
+def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, report: Report = no_report) -> str:
+    """End a run; with `save`, let it write a checkpoint first. Return a sentence on the result.
+
+    A run that has ended stays as it is; a second cancel only waits for the first. `report` receives what a user should
+    know while it waits.
+    Raises: ClusterddpError: the run has not ended in time, or with `save` ended without a checkpoint. UsageError: the
+    run belongs to another user.
+    """
+    run = RunDir(run.path.absolute())
+    refuse_to_end(run.path)
+    with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
+        sync.update()
+        return _end(run, sync, save=save, timeout_s=timeout_s, report=report)
+
+
+def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float, report: Report) -> str:
+    if end_queued(run, CANCELLED_IN_QUEUE):
+        return CANCELLED_IN_QUEUE
+    view = read_state(run)
+    record = read_run(run)
+    if view.state is RunState.LOST:
+        launcher = launcher_named(record.launcher, inherited_environment())
+        num_strays = launcher.clear_away(run, record)
+        if num_strays:
+            return f"was lost; ended {num_strays} leftover {launcher.things}"
+    if view.finished:
+        return f"has already ended: {view.state.value} ({view.reason})"
+    waits = view.job is not None and view.job.phase is Phase.WAITING
+    if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
+        return _stop(run, record, view.attempt, sync, report)
+    return _cancel(run, record, timeout_s, sync)
+
+
+def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, report: Report) -> str:
+    """Ask the run to checkpoint and end, and wait for its end.
+
+    Raises: ClusterddpError: it did not end, or ended without a checkpoint.
+    """
+    launcher = launcher_named(record.launcher, inherited_environment())
+    gang = read_gang(run)
+    grace_s = gang.stop_grace_s
+    request_stop(run.attempt(attempt).stop_file, "cancel --save")
+    log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
+    launcher.request_stop(run, record, sync)
+    with _detaching(f"{run.name} was asked to stop, and does so without this command"):
+        slurm = launcher.observer()
+        view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
+        if not view.finished:
+            asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
+            report(_spell_stopping(grace_s) if asks else _spell_not_asking(run.name, grace_s))
+            view = wait(run, grace_s + _ANSWER_S - _ASKS_WITHIN_S, slurm=slurm, sync=sync)
+    if not view.finished:
+        raise ClusterddpError(
+            f"{run.name}: was asked to stop, and has not ended after {grace_s + _ANSWER_S:.0f} s",
+            hint=f"clusterddp cancel {run.name} ends it without a checkpoint",
+        )
+    if view.state is RunState.CANCELLED and view.end and view.end.outcome == "CANCELLED":
+        raise ClusterddpError(f"{run.name}: {view.reason}", hint=HOW_TO_STOP)
+    if view.state in {RunState.FAILED, RunState.LOST}:
+        raise ClusterddpError(f"{run.name}: was asked to stop, and ended {view.state.value}: {view.reason}")
+    return _describe_end(view)
+
+
+@contextlib.contextmanager
+def _detaching(what_goes_on: str) -> Iterator[None]:
+    """Let Ctrl-C end the waiting only, and say what goes on."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"{what_goes_on}; clusterddp status shows it") from None
+
+
+def _spell_stopping(grace_s: float) -> str:
+    return f"asked to stop, waiting for its checkpoint; ended after {grace_s:.0f} s at the latest"
+
+
+def _spell_not_asking(run: str, grace_s: float) -> str:
+    return (
+        f"the program has not asked clusterddp.should_stop() so far: unless it looks at $CLUSTERDDP_STOP_FILE itself, "
+        f"it is ended in {grace_s:.0f} s and saves nothing; clusterddp cancel {run} ends it now"
+    )
+
+
+def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
+    launcher = launcher_named(record.launcher, inherited_environment())
+    deadline = time.monotonic() + timeout_s
+    asked = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
+    if asked:
+        log_event(run, "cancel_requested")
+    will_answer = launcher.request_end(run, record, sync)
+    with _detaching(f"{run.name} was asked to end, and does so without this command"):
+        slurm = launcher.observer()
+        view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
+    # No supervisor answers: the launcher ends the run.
+    if final_end(run) is None and launcher.end_by_force(run, record, deadline - time.monotonic()):
+        record_end(run, cancelled(launcher.killed))
+        view = read_state(run, slurm)
+    if not view.finished:
+        view = wait(run, max(0.0, deadline - time.monotonic()), slurm=slurm, sync=sync)
+    if not view.finished:
+        raise ClusterddpError(
+            f"{run.name}: {view.reason}, and has not ended after {timeout_s:.0f} s",
+            hint=f"it ends as soon as its supervisors see {run.cancel_file}",
+        )
+    return _describe_end(view) if asked else f"was being cancelled already, {_describe_end(view)}"
+
+
+def _describe_end(view: RunView) -> str:
+    result = {RunState.CANCELLED: "cancelled", RunState.COMPLETED: "completed before it could be cancelled"}
+    text = result.get(view.state, f"ended: {view.state.value} ({view.reason})")
+    return f"{text}; {view.end.warning}" if view.end and view.end.warning else text

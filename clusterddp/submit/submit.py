@@ -1,0 +1,253 @@
+"""Submit a plan, resume a run, cancel it, wait for it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn
+
+from clusterddp.errors import ClusterddpError, SlurmError, SpecError, UsageError
+from clusterddp.places.registry import launcher_named, starter_named
+from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
+from clusterddp.places.staging import make_run
+from clusterddp.places.state import read_state
+from clusterddp.plan.placement import GpusInUseError
+from clusterddp.plan.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.plan.prerequisites import check_secrets, check_trainer
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    Closeable,
+    Report,
+    adopt,
+    cancelled,
+    claim,
+    end_run,
+    failed,
+    make_next_attempt,
+    no_report,
+)
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import RunRecord, log_event, read_run
+from clusterddp.run.state import RunView, refuse_resume
+from clusterddp.system.files import write_json, write_text
+
+if TYPE_CHECKING:
+    from clusterddp.places.slurm.queue import Slurm
+
+CANCELLED_IN_QUEUE = "cancelled before it was started"
+_RESUME_LOOK_S = 60.0
+"""How long `resume` waits for the answers of busy hosts, which decide whether the run may start."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """The result of a submit or a resume."""
+
+    run: str
+    launcher: str
+    job_id: str | None
+    run_dir: Path
+    connections: Closeable | None = None
+    """The open connections that an attached run depends on; it ends when they are closed."""
+
+
+def submit(plan: Plan, report: Report = no_report) -> Submitted:
+    """Make the run's directory, then start the run; `report` receives progress messages.
+
+    Raises: ClusterddpError: the directory cannot be made, and nothing is left; or the start fails, and the run's
+    recorded end says why.
+    """
+    environ = inherited_environment()
+    check_secrets(plan.secrets, environ)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    starter_named(plan.launcher, environ).check(plan)
+    plan = make_run(plan, environ)
+    return start_attempt(RunDir(plan.run_dir), 0, report)
+
+
+def resume(
+    run: RunDir,
+    report: Report = no_report,
+    *,
+    overrides: Sequence[str] = (),
+    check: Callable[[], None] | None = None,
+) -> Submitted:
+    """Start the next attempt of a run that ended before it was done, or of one to which `overrides` give more to do.
+
+    `check` may refuse it, once it is known that the run can go on.
+    Raises: UsageError: the run has not ended, or is done, or cannot go on with these values. PreflightError: fewer
+    GPUs are free than the run had. SpecError: an override is wrong.
+    """
+    run = RunDir(run.path.absolute())
+    environ = inherited_environment()
+    record = read_run(run)
+    with Synchroniser([run], environ) as sync:
+        sync.update(timeout_s=_RESUME_LOOK_S)
+    view = read_state(run)
+    instead = f"clusterddp submit {run.name} repeats it; clusterddp resume {run.name} KEY=VALUE gives it more to do"
+    refuse_resume(run, view, instead=instead, more=bool(overrides))
+    refuse_foreign(run)
+    if check is not None:
+        check()
+    if not overrides:  # with some, the whole spec is read anew
+        _refuse_removed_values(run, environ)
+    clear_away(run, record, environ)  # first: leftover processes may hold the run's GPUs
+    plan = plan_again(run, environ, overrides)
+    check_secrets(plan.secrets, environ)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    starter_named(plan.launcher, environ).check(plan)
+    number = open_attempt(run, view)
+    log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
+    return start_attempt(run, number, report)
+
+
+def _refuse_removed_values(run: RunDir, environ: Mapping[str, str]) -> None:
+    """Refuse a run whose spec has a value that only earlier versions took: its ranks would fail.
+
+    Raises: UsageError: the spec has one.
+    """
+    from clusterddp.spec.load import load_spec
+
+    try:
+        load_spec(run.spec, environ=environ, whole=True)
+    except SpecError as error:
+        first = error.problems[0]
+        raise UsageError(
+            f"{run.name}: {first.key}: {first.message}",
+            hint=f"clusterddp resume {run.name} {first.key}=VALUE goes on with another value"
+            + (f"; {first.hint}" if first.hint else ""),
+        ) from error
+
+
+def refuse_foreign(run: RunDir) -> None:
+    """Refuse to start a plan that another user wrote.
+
+    Raises: UsageError: the run belongs to another user.
+    """
+    owner = run.plan.stat().st_uid
+    if owner != os.geteuid():
+        raise UsageError(
+            f"{run.name} belongs to another user (uid {owner}), whose plan would start programs as you",
+            hint=f"clusterddp submit {run.name} starts its spec as a run of your own",
+        )
+
+
+def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
+    """Make the next attempt of a run that has ended; `queued`: a queue will start it. Return its number.
+
+    An attempt that was queued and never started is reused.
+    Raises: UsageError: another process has made the attempt. ClusterddpError: the file system refuses.
+    """
+    number = view.attempt or 0
+    if view.attempt is None or not (read_run(run).queued and claim(run.attempt(number))):
+        number = 0 if view.attempt is None else view.attempt + 1
+        make_next_attempt(run, number)
+    adopt(run, number, queued=queued)
+    return number
+
+
+def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_wait: bool = False) -> Submitted:
+    """Start an attempt whose directory is ready.
+
+    Raises: ClusterddpError: the start fails; the run's recorded end says why. GpusInUseError: GPUs are in use; with
+    `may_wait` no end is recorded.
+    """
+    name = read_run(run).launcher
+    launcher = starter_named(name, inherited_environment(), run=run.name)
+    try:
+        started = launcher.start(run, attempt, report)
+    except KeyboardInterrupt:
+        # A user who interrupts a submit does not want the run.
+        result = launcher.withdraw(run)
+        reason = "; ".join(filter(None, ("interrupted while it was being started", result)))
+        record_end(run, cancelled(reason))
+        raise KeyboardInterrupt(f"{run.name}: {reason}") from None
+    except (ClusterddpError, OSError) as error:
+        if isinstance(error, SlurmError) and error.transient:
+            raise  # Slurm may have the job, so the run has not ended
+        if isinstance(error, GpusInUseError) and may_wait:
+            raise
+        give_up_start(run, error)
+    return Submitted(
+        run=run.name, launcher=name, job_id=started.job_id, run_dir=run.path, connections=started.connections
+    )
+
+
+def wait(
+    run: RunDir,
+    timeout_s: float | None = None,
+    poll: float = 0.2,
+    *,
+    slurm: Slurm | None = None,
+    sync: Synchroniser = NO_HOSTS,
+) -> RunView:
+    """Wait until the run has ended or `timeout_s` has passed; return its last state.
+
+    `poll` is the first interval in seconds; it grows to 1 s. `slurm`: as for `read_state`. `sync`: updates the files
+    of the run.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    interval = poll
+    while True:
+        sync.update()
+        view = read_state(run, slurm)
+        if view.finished:
+            return view
+        left = interval if deadline is None else deadline - time.monotonic()
+        if left <= 0:
+            return view
+        time.sleep(min(interval, left))
+        interval = min(1.0, interval * 1.2)
+
+
+def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
+    """End leftover processes or jobs of a run that has ended; return their number.
+
+    Raises: ClusterddpError: one of them cannot be reached or ended.
+    """
+    return launcher_named(record.launcher, environ).clear_away(run, record)
+
+
+def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> Plan:
+    """Renew what depends on the machine, on the path of the run directory and on `overrides`; write the plan.
+
+    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use. UsageError: the
+    run cannot go on with these values. SpecError: an override is wrong.
+    """
+    plan = changed = read_plan(run)
+    if overrides:
+        from clusterddp.plan.plan import plan_changed
+
+        changed = plan_changed(plan, run.spec, overrides, environ)
+    starter = starter_named(plan.launcher, environ, run=run.name)
+    renewed = move_plan(starter.renew(changed), run.path)
+    if overrides:
+        write_text(run.spec, renewed.spec_text)
+    if renewed != plan:
+        write_json(run.plan, plan_json(renewed))
+    return renewed
+
+
+def give_up_start(run: RunDir, error: ClusterddpError | OSError) -> NoReturn:
+    """Record the reason of a failed start as the run's end, and raise it.
+
+    Raises: ClusterddpError: the reason.
+    """
+    reason = error.message if isinstance(error, ClusterddpError) else f"could not be started: {error}"
+    log = "launcher/submit.log" if (run.launcher_dir / "submit.log").exists() else None
+    record_end(run, failed(reason, log=log))
+    if isinstance(error, ClusterddpError):
+        raise error
+    raise ClusterddpError(f"{run.name}: {reason}") from error
+
+
+def record_end(run: RunDir, end: AttemptEnd) -> None:
+    """Record the end of a run, unless one is recorded already."""
+    # A full or unreachable disk must not hide why the start failed.
+    with contextlib.suppress(ClusterddpError, OSError):
+        end_run(run, end)

@@ -1,0 +1,219 @@
+"""Submit and cancel a sweep: its runs are tasks of one Slurm job array, or wait in a queue."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.places.slurm.commands import run_slurm
+from clusterddp.places.slurm.find_job import cancel_job, wait_for_job
+from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variables_for
+from clusterddp.places.slurm.queue import Slurm
+from clusterddp.places.staging import refusal
+from clusterddp.places.state import announce, read_state
+from clusterddp.plan.prerequisites import check_secrets, check_trainer
+from clusterddp.ranks.environment import inherited_environment
+from clusterddp.run.attempts import cancelled, refuse_to_end
+from clusterddp.run.directory import RunDir
+from clusterddp.run.job_tag import job_name
+from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
+from clusterddp.run.state import RunState, RunView, spell_states
+from clusterddp.run.stop import request_stop
+from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
+from clusterddp.submit.cancel import cancel
+from clusterddp.submit.submit import record_end
+from clusterddp.submit.sweep_plan import SweepPlan, make_sweep, rename_sweep, replace_files, take_back
+from clusterddp.submit.sweep_queue import SubmittedSweep, cancel_queued, submit_to_queue
+from clusterddp.system.files import write_json
+from clusterddp.system.gpu_lease import user_name
+
+if TYPE_CHECKING:
+    from clusterddp.submit.sweep_plan import SweepPlan
+
+
+_ANSWER_S = 60.0
+"""How long running tasks may take to end: Slurm's KillWait, 30 s by default, and 30 s more."""
+_SAVE_S = 180.0
+"""How long they may take if they write a checkpoint first."""
+_POLL_S = 0.5
+_Run = tuple[RunDir, RunRecord]
+
+
+def submit_array(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> str:
+    """Submit the job array of a sweep whose directory is ready; return its id.
+
+    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
+    stays.
+    """
+    job_id, cluster = _submit(sweep, plan, environ)
+    try:
+        _record_job(sweep, job_id, cluster)
+    except (ClusterddpError, OSError) as error:  # the disk is full: no process could find the job
+        _withdraw(sweep, environ)
+        raise refusal(sweep.path.parent, error) if isinstance(error, OSError) else error from error
+    return job_id
+
+
+def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str], *, save: bool) -> str:
+    """End every run of a sweep on Slurm; with `save`, after a checkpoint. Return a sentence with their states.
+
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked.
+    """
+    slurm = Slurm(environ, max_age_s=_POLL_S)
+    runs = [(run, read_run(run)) for run in sweep.runs()]
+    views = _read_states(runs, slurm)
+    going = [(run, known) for run, known in runs if not views[run].finished]
+    if not going:
+        return f"has already ended: {spell_states(views.values())}"
+    of_array = [(run, known) for run, known in going if known.job_tag == record.job_tag]
+    stopping = [run for run, _ in of_array if save and views[run].state is RunState.RUNNING]
+    # First, since the next task of the array may start as soon as another one ends.
+    for run, _ in of_array:
+        if run not in stopping:
+            _mark(run)
+    for run in stopping:
+        request_stop(run.attempts()[-1].stop_file, "cancel --save")
+    if stopping:
+        # A slow file system may show them their stop files late.
+        _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
+    _scancel(record, environ, *(["--state=PENDING"] if stopping else []))
+    for run, _ in of_array:
+        if views[run].state in {RunState.PENDING, RunState.REQUEUED}:
+            record_end(run, cancelled("cancelled with its sweep before it was started"))
+    for run, known in going:
+        if known.job_tag != record.job_tag:  # it was resumed in a job of its own
+            cancel(run, save=save)
+    return _await_all(sweep, going, slurm, _SAVE_S if stopping else _ANSWER_S)
+
+
+def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tuple[str, str | None]:
+    """Run sbatch once; if its answer is unclear, find the array by its tag. Return the array's id and its cluster."""
+    array = dataclasses.replace(plan.base, slurm=plan.job)
+    first = sweep.runs()[0]
+    try:
+        answer = submit_job(first, array, read_run(first), environ, sweep=sweep)[0]
+    except KeyboardInterrupt:  # an interrupted submit leaves no runs
+        _withdraw(sweep, environ)
+        raise
+    except SlurmError as error:
+        if not error.transient:
+            take_back(sweep)
+        raise
+    number, _, cluster = answer.partition(";")
+    return number.partition("_")[0], cluster or None
+
+
+def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
+    """Cancel the array, if Slurm has it, and remove the sweep; a job that starts later finds no runs."""
+    first = sweep.runs()[0]
+    record = read_run(first)
+    with contextlib.suppress(SlurmError):
+        job = wait_for_job(first, record, environ, num_looks=3)
+        if job is not None:
+            whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
+            cancel_job(record.name, record, whole, environ)
+    take_back(sweep)
+
+
+def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
+    """Write the id of the job into the record of the sweep, and its tasks' ids beside the records of the runs.
+
+    It is optional: jobs are also found by their tag.
+    """
+    record = read_sweep(sweep)
+    write_sweep(sweep, dataclasses.replace(record, job_id=job_id, cluster=cluster))
+    texts: dict[Path, str] = {}
+    assert record.job_tag is not None
+    for index, name in enumerate(sweep.run_names()):
+        run = RunDir(sweep.path / name)
+        if run.record.is_file():
+            answer = JobAnswer(job_id=f"{job_id}_{index}", cluster=cluster)
+            texts[run.job_answer(record.job_tag)] = json.dumps(dataclasses.asdict(answer)) + "\n"
+    replace_files(texts)
+
+
+def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
+    """Run scancel for the tasks of the array that have its name; tasks that have ended are no error.
+
+    Raises: SlurmError: Slurm could not be asked.
+    """
+    assert record.job_tag is not None
+    user = user_name(os.getuid())
+    # The name selects the jobs; with their id Slurm need not search for it.
+    job_id = [record.job_id] if record.job_id else []
+    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, *job_id]
+    try:
+        run_slurm(argv, environ=environ)
+    except SlurmError as error:
+        if error.transient:
+            raise
+
+
+def _mark(run: RunDir) -> None:
+    """Write the file that makes the job of the run end it, now or after a requeue."""
+    if write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True):
+        log_event(run, "cancel_requested")
+
+
+def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: float) -> str:
+    deadline = time.monotonic() + timeout_s
+    while True:
+        views = _read_states(going, slurm)
+        left = [run.name for run, _ in going if not views[run].finished]
+        if not left:
+            return f"ended: {spell_states(views.values())}"
+        if time.monotonic() >= deadline:
+            few = ", ".join(left[:8]) + (", ..." if len(left) > 8 else "")
+            raise ClusterddpError(f"{sweep.name}: {len(left)} runs have not ended after {timeout_s:.0f} s: {few}")
+        time.sleep(_POLL_S)
+
+
+def _read_states(runs: list[_Run], slurm: Slurm) -> dict[RunDir, RunView]:
+    announce(runs, slurm)
+    return {run: read_state(run, slurm) for run, _ in runs}
+
+
+def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
+    """Make the directory of the sweep, then submit its job array or start its queue.
+
+    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
+    stays.
+    """
+    environ = inherited_environment()
+    check_secrets(plan.base.secrets, environ)
+    check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
+    SlurmLauncher(environ).check(plan.base)
+    while True:
+        try:
+            make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})
+            break
+        except FileExistsError:
+            plan = rename_sweep(plan)
+    sweep = SweepDir(plan.path)
+    if plan.job is None:
+        return submit_to_queue(sweep, environ)
+    job_id = submit_array(sweep, plan, environ)
+    names = tuple(run.run for run in plan.runs)
+    return SubmittedSweep(sweep=plan.sweep, launcher=plan.base.launcher, job_id=job_id, path=plan.path, runs=names)
+
+
+def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
+    """End every run of a sweep; with `save`, after a checkpoint. Return a sentence with their states.
+
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: the sweep belongs to
+    another user.
+    """
+    sweep = SweepDir(sweep.path.absolute())
+    refuse_to_end(sweep.path)
+    record = read_sweep(sweep)
+    environ = inherited_environment()
+    if record.launcher == "slurm":
+        return cancel_array(sweep, record, environ, save=save)
+    return cancel_queued(sweep, environ, save=save)

@@ -1,0 +1,384 @@
+"""The plan of a sweep and its directory: a plan for each of its runs, and one for the job array.
+
+Up to a thousand runs are written in a staging directory, synced once and renamed once.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import dataclasses
+import json
+import os
+import secrets
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.errors import UsageError
+from clusterddp.places.slurm.cluster import check_array_size
+from clusterddp.places.staging import put_in_place, staged
+from clusterddp.plan.placement import Request
+from clusterddp.plan.plan import Plan, choose_run_name, move_plan, plan_run
+from clusterddp.plan.processes import queue_command
+from clusterddp.plan.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
+from clusterddp.plan.slurm import SCRIPT, SlurmPlan, sbatch_argv
+from clusterddp.run.code import CodeCopy, is_too_much, plan_copy, replace_link, store_of, write_snapshot
+from clusterddp.run.directory import RunDir
+from clusterddp.run.job_tag import job_name, job_tag
+from clusterddp.run.record import ProcessIdentity, RunRecord
+from clusterddp.run.surroundings import capture_surroundings
+from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
+from clusterddp.system.directories import remove_directory
+from clusterddp.system.files import write_json
+
+if TYPE_CHECKING:
+    from clusterddp.plan.plan import Plan
+    from clusterddp.run.code import SnapshotPlan
+    from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.spec.model import JobSpec
+    from clusterddp.spec.sweep import SweepSpec
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepPlan:
+    """Everything that the submit of a sweep will do."""
+
+    sweep: str
+    token: str
+    """The job's tag is computed from it."""
+    path: Path
+    """The directory of the sweep, which contains its runs."""
+    keys: tuple[str, ...]
+    values: tuple[dict[str, Any], ...]
+    """For each run: swept key -> its value."""
+    labels: tuple[str, ...]
+    """For each run: its values for people, `lr=0.1 seed=0`."""
+    throttle: int | None
+    runs: tuple[Plan, ...]
+    """The plan of each run; its index is that of its task in the array."""
+    job: SlurmPlan | None
+    """The job array; None: a queue starts the runs."""
+
+    @property
+    def base(self) -> Plan:
+        """The first run's plan, for everything that the runs share."""
+        return self.runs[0]
+
+    @property
+    def shares_code(self) -> bool:
+        """Whether the runs work in one copy of the code, since a copy for each would be too many files."""
+        snapshot = self.base.snapshot if self.base.has_own_code else None
+        return snapshot is not None and is_too_much(len(self.runs) * snapshot["files"])
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Notes for the user before the submit."""
+        many, notes = len(self.runs), list(self.base.notes)
+        if self.shares_code:
+            notes.append(f"the {many} runs share one copy of the code, and what they write beside their script")
+        if (self.base.spec.get("entry") or {}).get("output_dir"):
+            notes.append(f"entry.output_dir: the {many} runs share {{output_dir}}; without this key each has its own")
+        return tuple(notes)
+
+    @property
+    def width(self) -> int | None:
+        """How many runs may run at a time; None: as many as Slurm starts, or as there are GPUs for."""
+        return self.throttle if self.job else queue_width(self.base, self.throttle)
+
+    @property
+    def tag(self) -> str | None:
+        """The tag in the name of the job array."""
+        return job_tag(self.token, 0) if self.job else None
+
+    @property
+    def command(self) -> tuple[str, ...]:
+        """The argv of sbatch, or of the queue."""
+        if self.job is None:
+            return queue_command(self.path)
+        return (*self.job.sbatch, str(SweepDir(self.path).launcher_dir / SCRIPT), *self.job.arguments)
+
+
+def plan_sweep(
+    spec: SweepSpec, *, runs_dir: Path, working_dir: Path, environ: Mapping[str, str], name: str | None = None
+) -> SweepPlan:
+    """Compute everything that a submit of this sweep from here would do; nothing is written or started.
+
+    `name` None: a free name is chosen.
+    Raises: UsageError, PreflightError, ClusterddpError: the submit would fail, with the reason.
+    """
+    if spec.variants[0].resolved.job.launcher == "slurm":
+        check_array_size(len(spec.variants), environ)
+
+    request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=True, run=name)
+
+    def plan_one(resolved: ResolvedSpec) -> Plan:
+        return _beside_others(plan_run(resolved, request), spec.throttle)
+
+    return _lay_out(spec, plan_one)
+
+
+def queue_width(plan: Plan, throttle: int | None) -> int | None:
+    """Return how many runs like this one a queue keeps running at a time; None: as many as there are GPUs for."""
+    needs_gpus = any(node.gpus for node in (plan.ssh.hosts if plan.ssh else plan.gang.nodes))
+    return throttle or (None if needs_gpus else 1)
+
+
+def rename_sweep(plan: SweepPlan) -> SweepPlan:
+    """Return the same sweep under a new name; another run or sweep has taken this one's."""
+    sweep = choose_run_name(plan.path.parent)
+    path = plan.path.parent / sweep
+    runs = tuple(move_plan(run, path / f"{sweep}.{index}") for index, run in enumerate(plan.runs))
+    job = plan.job and _plan_job(runs[0], path, token=plan.token, size=len(runs), throttle=plan.throttle)
+    return dataclasses.replace(plan, sweep=sweep, path=path, runs=runs, job=job)
+
+
+def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> SweepPlan:
+    """Make a plan for each variant, and one for the job array.
+
+    Variants with the same program and network share one planning, so a thousand values take little longer than one.
+    """
+    planned: dict[str, Plan] = {}
+    runs: list[Plan] = []
+    for index, variant in enumerate(spec.variants):
+        kind = _kind(variant.resolved.job)
+        if kind not in planned:
+            planned[kind] = plan_one(variant.resolved)
+            _check_code(planned[kind], next(iter(planned.values())), variant.label)
+        base = next(iter(planned.values()))
+        run_dir = base.runs_dir / base.run / f"{base.run}.{index}"
+        runs.append(_with_values(planned[kind], variant.resolved, run_dir=run_dir, token=secrets.token_hex(16)))
+    path, token = runs[0].runs_dir, secrets.token_hex(16)
+    return SweepPlan(
+        sweep=path.name,
+        token=token,
+        path=path,
+        keys=spec.keys,
+        values=tuple(variant.values for variant in spec.variants),
+        labels=tuple(variant.label for variant in spec.variants),
+        throttle=spec.throttle,
+        runs=tuple(runs),
+        job=_plan_job(runs[0], path, token=token, size=len(runs), throttle=spec.throttle) if runs[0].slurm else None,
+    )
+
+
+def _kind(job: JobSpec) -> str:
+    """Return a text that is the same for variants that can share one planning."""
+    entry = job.entry.model_copy(update={"args": ()}).model_dump_json() if job.entry else ""
+    return f"{entry} {job.network.model_dump_json()}"
+
+
+def _check_code(plan: Plan, first: Plan, label: str) -> None:
+    """Check that one snapshot of the code contains all programs of a sweep.
+
+    Raises: UsageError: it does not.
+    """
+    if plan.snapshot != first.snapshot:
+        kept = first.snapshot["root"] if first.snapshot else "none"
+        raise UsageError(
+            f"{label}: its code is not in the snapshot that the runs of a sweep share (of {kept})",
+            hint="keep the programs in one git repository, or set snapshot=false",
+        )
+
+
+def _beside_others(plan: Plan, throttle: int | None) -> Plan:
+    """Share the cores of this machine among the runs that a queue runs at a time."""
+    width = 1 if plan.launcher != "local" else queue_width(plan, throttle) or 1
+    if width == 1 or plan.spec["resources"]["cpus_per_task"] is not None:
+        return plan
+    threads = max(1, plan.gang.threads_per_rank // width)
+    return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, threads_per_rank=threads))
+
+
+def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: str) -> Plan:
+    """Return the plan of another run of a sweep: the same job, with other values of train, env and entry.args."""
+    from clusterddp.spec.yamlfile import resolved_yaml
+
+    job = with_absolute_paths(resolved.job, plan.working_dir)
+    entry = plan.gang.entry
+    if job.entry:
+        entry = dataclasses.replace(entry, args=tuple(job.entry.args), kwargs=dict(job.entry.kwargs))
+    filled = filled_in(job)
+    gang = dataclasses.replace(plan.gang, token=token, entry=entry, env=dict(job.env))
+    mounts = (*directories_used(filled, plan.working_dir), *plan.linked_places)
+    slurm = plan.slurm and dataclasses.replace(plan.slurm, mounts=mounts)
+    other = dataclasses.replace(
+        plan,
+        token=token,
+        spec=filled,
+        spec_text=resolved_yaml(job),
+        gang=gang,
+        changes=tuple(map(dataclasses.asdict, resolved.changes())),
+        slurm=slurm,
+    )
+    return move_plan(other, run_dir)
+
+
+def _plan_job(base: Plan, path: Path, *, token: str, size: int, throttle: int | None) -> SlurmPlan:
+    assert base.slurm is not None
+    tag = job_tag(token, 0)
+    python, _, *paths = base.slurm.arguments
+    indices = f"0-{size - 1}" + (f"%{throttle}" if throttle else "")
+    return dataclasses.replace(
+        base.slurm,
+        arguments=(python, str(SweepDir(path).tasks), *paths),
+        sbatch=sbatch_argv(
+            {"array": indices, **base.slurm.sbatch_options},
+            name=job_name(base.name, tag),
+            comment=f"clusterddp {path.name} {tag}",
+            directory=path,
+            log=f"{path.name}.%a/launcher/job.log",
+        ),
+    )
+
+
+def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    """Write the directory of a sweep with all its runs; `variables`: passed on to their ranks.
+
+    Raises: FileExistsError: the name has been taken meanwhile. ClusterddpError: the directory cannot be made (full,
+    read-only). In both cases nothing is left behind.
+    """
+    with staged(plan.path.parent) as staging:
+        _fill(SweepDir(staging), plan, environ, variables)
+        sync_file_system(staging)
+        is_placed = put_in_place(staging, plan.path)
+    if not is_placed:
+        raise FileExistsError(plan.path)
+
+
+def take_back(sweep: SweepDir) -> None:
+    """Remove a sweep that was not submitted.
+
+    Raises: OSError: the file system refuses.
+    """
+    remove_directory(sweep.path)
+
+
+def replace_files(texts: Mapping[Path, str]) -> None:
+    """Replace files, each atomically; after a power loss a file may have its old content."""
+    for path, text in texts.items():
+        temporary = path.with_name(f".{path.name}.new")
+        _write(temporary, text)
+        os.replace(temporary, path)
+
+
+def record_text(record: RunRecord) -> str:
+    """Return a run's record as `write_run` writes it, but on one line, which Python writes faster."""
+    return json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n"
+
+
+def sync_file_system(path: Path) -> None:
+    """Make everything that was written to the file system of `path` survive a power loss, in one call.
+
+    Raises: OSError: the file system could not write all of it.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        libc = ctypes.CDLL(None, use_errno=True)
+        if not hasattr(libc, "syncfs"):
+            os.sync()
+        elif libc.syncfs(descriptor):
+            raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()), str(path))
+    finally:
+        os.close(descriptor)
+
+
+def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[str, str]) -> None:
+    record = _sweep_record(plan)
+    write_sweep(sweep, record)  # first: other submits read from it whether this process lives
+    sweep.launcher_dir.mkdir(mode=0o700)
+    surroundings = capture_surroundings(plan.base.working_dir, environ)
+    copy = None
+    if plan.base.snapshot is not None:
+        chosen = choose_snapshot(plan.base.snapshot, runs_dir=plan.path.parent, environ=environ)
+        digest = write_snapshot(chosen, store_of(plan.path.parent), sweep.code)
+        copy = _plan_copies(sweep, plan, chosen)
+        surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
+    write_json(sweep.environment, surroundings)
+    hidden: dict[str, str] = {}
+    if plan.job:
+        write_json(sweep.job_environment, dict(variables))
+        hidden = {name: environ[name] for name in plan.base.secrets}
+    for index, run in enumerate(plan.runs):
+        _fill_run(sweep, run, _run_record(plan, record, index), hidden, copy)
+    _write(sweep.tasks, "".join(f"{run.run}\n" for run in plan.runs))
+
+
+def _plan_copies(sweep: SweepDir, plan: SweepPlan, snapshot: SnapshotPlan) -> CodeCopy | None:
+    """Plan the copy of the code that each run gets; None: the runs share the sweep's code."""
+    if not plan.base.has_own_code:
+        return None
+    if plan.shares_code:
+        replace_link(sweep.code, snapshot)
+        return None
+    return plan_copy(sweep.code.resolve(), snapshot)
+
+
+def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str], copy: CodeCopy | None) -> None:
+    """Write one run as `submission.staging.make_run` does, without syncs, and with links to the shared files."""
+    from clusterddp.plan.plan import plan_json
+
+    run = RunDir(sweep.path / plan.run)
+    attempt = run.attempt(0)
+    for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir, attempt.path.parent, attempt.path):
+        directory.mkdir(mode=0o700)
+    for directory in (attempt.ranks, attempt.logs):
+        directory.mkdir(mode=0o700)
+    _write(run.record, record_text(record))
+    _write(run.plan, json.dumps(plan_json(plan), ensure_ascii=False) + "\n")
+    _write(run.spec, plan.spec_text)
+    if hidden:
+        _write(run.job_secrets, json.dumps(hidden))
+    run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
+    if plan.slurm:
+        run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
+    _give_code(sweep, run, plan, copy)
+
+
+def _give_code(sweep: SweepDir, run: RunDir, plan: Plan, copy: CodeCopy | None) -> None:
+    if copy is not None:
+        copy.write(run.code)
+        run.snapshot.symlink_to(Path("..", sweep.code.readlink()))
+    elif plan.has_own_code:
+        run.code.symlink_to(Path("..", sweep.code.name))
+        run.snapshot.symlink_to(Path("..", RunDir(sweep.path).snapshot.readlink()))
+    elif plan.snapshot is not None:
+        run.code.symlink_to(Path("..", sweep.code.readlink()))
+
+
+def _sweep_record(plan: SweepPlan) -> SweepRecord:
+    return SweepRecord(
+        sweep=plan.sweep,
+        token=plan.token,
+        name=plan.base.name,
+        launcher=plan.base.launcher,
+        created_ns=time.time_ns(),
+        keys=plan.keys,
+        size=len(plan.runs),
+        throttle=plan.throttle,
+        job_tag=plan.tag,
+        submitter=dataclasses.asdict(ProcessIdentity.of()),
+    )
+
+
+def _run_record(plan: SweepPlan, sweep: SweepRecord, index: int) -> RunRecord:
+    return RunRecord(
+        run=plan.runs[index].run,
+        token=plan.runs[index].token,
+        name=plan.base.name,
+        launcher=plan.base.launcher,
+        # One nanosecond apart, so the runs are listed in the order of their tasks.
+        created_ns=sweep.created_ns + index,
+        submitter=sweep.submitter,
+        job_tag=plan.tag,
+        array_index=index if plan.job else None,
+        variant=plan.labels[index],
+        queued=plan.job is None,
+    )
+
+
+def _write(path: Path, text: str) -> None:
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+    with open(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)

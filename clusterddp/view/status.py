@@ -1,0 +1,357 @@
+"""The status of a run, read from its files into one value; `to_json` is its form for scripts.
+
+It has the newest checkpoint and, of a run that failed, what kind of failure its root cause is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clusterddp.places.state import read_state
+from clusterddp.run.attempts import RootCause
+from clusterddp.run.directory import RunDir
+from clusterddp.run.host_reports import read_reports, read_unreached, start_of
+from clusterddp.run.rank_usage import read_usage_report
+from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
+from clusterddp.run.state import RunState, RunView
+from clusterddp.system.files import is_file
+from clusterddp.view.events import (
+    HangEvent,
+    NodeTransport,
+    Stopping,
+    count_lost_rows,
+    find_hang,
+    find_start_phases,
+    find_stopping,
+    find_transports,
+    read_events,
+    warn_of_sockets,
+    warn_of_unsent,
+)
+from clusterddp.view.progress import TAIL_BYTES, Progress, read_progress
+from clusterddp.view.ranks import RankStatus, rank_statuses, stopped_ranks
+from clusterddp.view.timeline import Times, read_timeline
+
+if TYPE_CHECKING:
+    from clusterddp.places.slurm.jobs import Job
+    from clusterddp.run.directory import AttemptDir
+
+_NAME = re.compile(r"step-(?P<step>\d+)-a(?P<attempt>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunSummary:
+    """A run at one moment, as `list` shows it: read without the records of ranks."""
+
+    run: str
+    name: str
+    """Of its spec; several runs may have it."""
+    state: RunState
+    reason: str
+    """Why it is in this state; may be empty."""
+    launcher: str
+    """`local`, `ssh`, `slurm`, `worker`; `none` for ranks that another launcher started."""
+    job_id: str | None
+    """Slurm's job id, the pid of the local task, or what started the ranks."""
+    attempt: int | None
+    """The newest attempt; None before the first one starts."""
+    progress: Progress | None
+    """How far the run is; None for a program that reports nothing."""
+    created: float
+    """Seconds since the epoch."""
+    ended: float | None
+    times: Times
+    variant: str = ""
+    """In a sweep: the values by which this run differs from the others."""
+    bytes: int | None = None
+    """What it takes on disk here, without a snapshot of code that other runs use, too; null without `--wide`."""
+
+    def to_json(self) -> dict[str, Any]:
+        shown = {field.name: getattr(self, field.name) for field in dataclasses.fields(RunSummary)}
+        return shown | {
+            "state": self.state.value,
+            "times": self.times.to_json(),
+            "progress": self.progress.to_json() if self.progress else None,
+        }
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RunStatus(RunSummary):
+    """A run at one moment, by its files, as `status` shows it."""
+
+    world_size: int
+    """Ranks in all."""
+    ranks: tuple[RankStatus, ...]
+    """The ranks of the newest attempt."""
+    root_cause: RootCause | None
+    """The first failure of a run that FAILED."""
+    checkpoint: Checkpoint | None
+    """The newest one of a run that has ended."""
+    job: Job | None = None
+    """On Slurm: the job as Slurm reports it; None where the files suffice."""
+    unreachable: tuple[str, ...] = ()
+    """On SSH hosts: a sentence for each of them that did not answer last."""
+    job_log: str | None = None
+    """On Slurm: the log of the batch script, relative to the run's directory, when no rank was started."""
+    start_phases: dict[str, float] = field(default_factory=dict)
+    """Seconds of each phase of the newest attempt's start that is over and was recorded; see `find_start_phases`."""
+    warning: str = ""
+    """What a user should look at besides the state."""
+    transports: tuple[NodeTransport, ...] = ()
+    """By node, of those whose NCCL has said so in the newest attempt."""
+    stopping: Stopping | None = None
+    """Of a run that goes on, though its ranks were asked to checkpoint and end."""
+    hang: HangEvent | None = None
+    """While it runs: since when no rank makes progress."""
+    last_output: float | None = None
+    """While it runs: when a rank last wrote to its log, over SSH by the clock of its host; seconds since the epoch."""
+    report: str | None = None
+    """The path of its report, once it is written: at the end of each attempt."""
+    lost_rows: int = 0
+    """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
+    diagnosis: Diagnosis | None = None
+    """The kind of the root cause, by its words."""
+
+    def to_json(self) -> dict[str, Any]:
+        cause = self.root_cause
+        job = {"job": _job_json(self.job)} if self.launcher == "slurm" else {}
+        summary = RunSummary.to_json(self)
+        return {
+            "schema": 1,
+            **{name: summary[name] for name in summary if name not in ("variant", "progress", "bytes")},
+            "world_size": self.world_size,
+            "progress": summary["progress"],
+            "ranks": [rank.to_json() for rank in self.ranks],
+            "root_cause": cause
+            and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
+            "diagnosis": self.diagnosis and dataclasses.asdict(self.diagnosis),
+            "start_phases": self.start_phases,
+            "nccl": [dataclasses.asdict(transport) for transport in self.transports],
+            "warning": self.warning,
+            "checkpoint": self.checkpoint and dataclasses.asdict(self.checkpoint),
+            "stopping": self.stopping and dataclasses.asdict(self.stopping),
+            "lost_rows": self.lost_rows,
+            "hang": self.hang and dataclasses.asdict(self.hang),
+            "last_output": self.last_output,
+            "report": self.report,
+            **job,
+        }
+
+
+def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
+    """Read the status of a run."""
+    record, gang = read_run(run), read_gang(run)
+    view = view or read_state(run, record=record)
+    end = view.end
+    attempt = None if view.attempt is None else run.attempt(view.attempt)
+    start: Start = (attempt and read_start(attempt)) or {}
+    unreached = read_unreached(run) if record.launcher == "ssh" else {}
+    events, is_running = read_events(run), view.state is RunState.RUNNING
+    usage = read_usage_report(attempt) if is_running and attempt else None
+    transports = find_transports(events, view.attempt)
+    warnings = (
+        end.warning if end else "",
+        warn_of_sockets(transports),
+        warn_of_unsent(events),
+        usage.warning if usage else "",
+    )
+    return RunStatus(
+        **_summary(run, record, view, tail_bytes=TAIL_BYTES),
+        reason="; ".join([view.reason, *(stopped_ranks(attempt) if attempt and not view.finished else [])]),
+        world_size=gang.num_ranks,
+        ranks=rank_statuses(gang, attempt, start, view, unreached=unreached, report=usage),
+        root_cause=end.root_cause if end else None,
+        diagnosis=diagnose(end.root_cause) if end and end.root_cause else None,
+        checkpoint=newest_checkpoint(run) if view.finished else None,
+        job=view.job,
+        unreachable=() if view.finished else tuple(unreached.values()),
+        job_log=None if start else find_job_log(run),
+        start_phases={} if view.attempt is None else find_start_phases(events, record, view.attempt, start),
+        transports=transports,
+        warning="; ".join(filter(None, warnings)),
+        stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
+        lost_rows=count_lost_rows(events),
+        report=str(run.report.absolute()) if run.report.exists() else None,
+        hang=find_hang(events, view.attempt) if is_running else None,
+        last_output=_last_output(run, record, attempt) if is_running else None,
+    )
+
+
+def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> float | None:
+    """Return when a rank last wrote to its log; None: none has written anything."""
+    times = []
+    if record.launcher == "ssh":
+        reports = [report for report in read_reports(run).values() if report.start == start_of(record)]
+        times = [report.last_output for report in reports if report.last_output is not None]
+    elif attempt is not None:
+        with contextlib.suppress(OSError):
+            for entry in (each for each in os.scandir(attempt.logs) if not each.name.endswith(".times")):
+                found = entry.stat()
+                times += [found.st_mtime] if found.st_size else []
+    return max(times, default=None)
+
+
+def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
+    """Read the summary of a run whose record and state are known already."""
+    reason = view.end.root_cause.error if view.end and view.end.root_cause else view.reason
+    return RunSummary(**_summary(run, record, view, tail_bytes=4096), reason=reason)
+
+
+def _summary(run: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) -> dict[str, Any]:
+    """Read the fields of `RunSummary`, without the reason."""
+    progress, now = read_progress(run, tail_bytes=tail_bytes), time.time()
+    return {
+        "run": run.name,
+        "name": record.name,
+        "variant": record.variant,
+        "state": view.state,
+        "launcher": record.launcher,
+        "job_id": view.job.job_id if view.job else record.job_id,
+        "attempt": view.attempt,
+        "progress": dataclasses.replace(progress, eta_s=None) if progress and view.finished else progress,
+        "created": record.created_ns / 1e9,
+        "ended": view.end.ended if view.end else None,
+        "times": read_timeline(run, record, is_finished=view.finished, now=now, with_ranks=False).times,
+    }
+
+
+def find_job_log(run: RunDir) -> str | None:
+    """Find the log of the batch script of a run on Slurm, relative to the run's directory."""
+    log = run.launcher_dir / "job.log"
+    return str(log.relative_to(run.path)) if log.exists() else None
+
+
+def _job_json(job: Job | None) -> dict[str, Any] | None:
+    if job is None:
+        return None
+    names = ("job_id", "state", "reason", "partition", "num_nodes", "nodes", "submitted")
+    waits = job.phase.value == "waiting"
+    moments = {"started": None if waits else job.started, "expected_start": job.started if waits else None}
+    return {name: getattr(job, name) for name in names} | moments
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Checkpoint:
+    """A checkpoint that is complete."""
+
+    path: str
+    """Of its data; on a host from the run's directory there."""
+    step: int
+    """Optimizer steps done."""
+    host: str | None = None
+    """On which host of the run it is; None: here."""
+
+
+def newest_checkpoint(run: RunDir) -> Checkpoint | None:
+    """Find the newest checkpoint, by its name: the one with data here, else the one that a host has."""
+    here = [name for path in run.checkpoints.glob("*.json") if is_file(path.with_suffix(".pt")) and (name := path.stem)]
+    if newest := _newest(here):
+        return Checkpoint(path=str(run.checkpoints / f"{newest[0]}.pt"), step=newest[1])
+    for host, report in read_reports(run).items():
+        if newest := _newest(report.checkpoints):
+            return Checkpoint(path=f"checkpoints/{newest[0]}.pt", step=newest[1], host=host)
+    return None
+
+
+def _newest(names: Iterable[str]) -> tuple[str, int] | None:
+    """Return the newest of some checkpoints, by attempt, then by step, with its step."""
+    found = [(int(match["attempt"]), int(match["step"]), name) for name in names if (match := _NAME.fullmatch(name))]
+    _, step, newest = max(found, default=(0, 0, ""))
+    return (newest, step) if newest else None
+
+
+def has_checkpoint(run: RunDir) -> bool:
+    """Return whether there is a checkpoint: here, or on the SSH hosts of the run."""
+    here = next(run.checkpoints.glob("*.json"), None) is not None
+    return here or any(report.checkpoints for report in read_reports(run).values())
+
+
+def may_have_saved(run: RunDir) -> bool:
+    """Return whether the run may go on from where it was; False for a program that left no file and never asked."""
+    entry = read_gang(run).entry
+    if entry.always_stops or has_checkpoint(run) or any(is_file(attempt.asked) for attempt in run.attempts()):
+        return True
+    output = Path(entry.output_dir or run.output)
+    with contextlib.suppress(OSError):
+        return next(output.iterdir(), None) is not None
+    return bool(entry.output_dir)  # it may be on another machine
+
+
+@dataclass(frozen=True, slots=True)
+class Diagnosis:
+    """The kind of a failure."""
+
+    category: str
+    """gpu_memory, memory, storage, time_limit, hang, node_lost, network, data, killed, setup (before any rank ran), or
+    code: the program."""
+    text: str
+    """The category for people."""
+    hint: str
+    """What helps against it; may be empty."""
+
+
+_MEMORY = r"lack of memory|OUT_OF_MEMORY|MemoryError|[Cc]annot allocate memory|can't allocate memory|[Oo]ut of memory"
+_STORAGE = r"No space left on device|[Dd]isk quota|Read-only file system|Stale file handle|Input/output error"
+_TIME = (
+    r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|before the job is taken away"
+    r"|Slurm ended the job before|did not stop within"
+)
+_NETWORK = (
+    r"\bgloo\b|\bnccl|\bNCCL|DistNetworkError|DistStoreError|Connection(Error)?:? ?(closed|reset|refused|aborted|timed)"
+    r"|ConnectionResetError|ConnectionRefusedError|BrokenPipeError|Broken pipe|[Aa]ddress already in use"
+    r"|No route to host|Network is unreachable|Name or service not known|Temporary failure in name resolution"
+    r"|socket has timed out|remote process exit|have not joined|did not join|did not reach"
+)
+_DATA = (
+    r"FileNotFoundError|NotADirectoryError|UnidentifiedImageError|BadZipFile|DataLoader worker|cannot read folder"
+    r"|data_dir|\bdata set\b|HTTPError|URLError"
+)
+_KINDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
+    (re.compile(pattern), diagnosis)
+    for pattern, diagnosis in (
+        (
+            r"CUDA out of memory|HIP out of memory|CUDA error: out of memory|OutOfMemoryError|ALLOC_FAILED",
+            Diagnosis("gpu_memory", "out of GPU memory", "a smaller batch per rank needs less"),
+        ),
+        (
+            _MEMORY,
+            Diagnosis("memory", "out of memory", "resources.memory_gb asks Slurm for more; fewer loaders need less"),
+        ),
+        (_STORAGE, Diagnosis("storage", "storage", "make room, or mend the file system, then go on")),
+        (
+            r"^hang:|Watchdog caught collective|collective operation timeout|[Tt]imed out waiting|wait timeout after",
+            Diagnosis("hang", "a hang", "attempts/N/stacks has where each rank waited"),
+        ),
+        (_TIME, Diagnosis("time_limit", "time limit", "more resources.time, or restarts, which go on at a checkpoint")),
+        (
+            r"\bis lost\b|NODE.FAIL|BOOT_FAIL|is cut off|; (its |all )?ranks? .*ended with it",
+            Diagnosis("node_lost", "node lost", "restarts: 1 in the spec starts again after a loss"),
+        ),
+        (_NETWORK, Diagnosis("network", "network", "clusterddp doctor SPEC checks the network between the hosts")),
+        (_DATA, Diagnosis("data", "data", "every node needs the files under the same path")),
+        (
+            r"was killed by SIG(KILL|TERM|HUP|INT|XCPU)\b",
+            Diagnosis("killed", "killed from outside", "another process, or the kernel for lack of memory, ended it"),
+        ),
+    )
+)
+_SETUP = Diagnosis("setup", "before any rank ran", "clusterddp doctor SPEC checks the machines")
+_CODE = Diagnosis("code", "the program", "")
+
+
+def diagnose(cause: RootCause) -> Diagnosis:
+    """Find the kind of a failure: by its own words, then by the exception at the end of its traceback."""
+    last_line = (cause.traceback or "").rstrip().rpartition("\n")[2]
+    for text in (cause.error, last_line):
+        for pattern, diagnosis in _KINDS:
+            if pattern.search(text):
+                return diagnosis
+    return _SETUP if cause.rank is None else _CODE
