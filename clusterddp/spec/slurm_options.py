@@ -6,7 +6,7 @@ Source: sbatch(1) of Slurm 20.11 to 25.05.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 
 from clusterddp.spec.tree import closest, describe
 
@@ -116,7 +116,10 @@ def option_problem(name: str, value: str | bool) -> tuple[str, str | None] | Non
         return "found a short option, expected a long one", "sbatch --help names both, such as -p and --partition"
     if name not in KNOWN:
         return _unknown_problem(name)
-    return _switch_problem(name, value) if isinstance(value, bool) else _value_problem(name, value)
+    if isinstance(value, str):
+        return _value_problem(name, value)
+    needs_value = value and name not in FLAGS and name not in _FLAG_OR_VALUE
+    return ("found true, expected a value", None) if needs_value else None
 
 
 def asks_for_gpus(options: Mapping[str, str | bool]) -> bool:
@@ -140,19 +143,16 @@ def _unknown_problem(name: str) -> tuple[str, str | None] | None:
     return (f'unknown option of sbatch. Did you mean "{match}"?', None) if match else None
 
 
-def _switch_problem(name: str, value: bool) -> tuple[str, str | None] | None:
-    takes_no_value = name in FLAGS or name in _FLAG_OR_VALUE
-    return ("found true, expected a value", None) if value and not takes_no_value else None
-
-
 def _value_problem(name: str, value: str) -> tuple[str, str | None] | None:
+    if name == "time_min":
+        return _time_problem(value)
+    if name == "mail_type":
+        return _mail_type_problem(value)
     if name in FLAGS:
-        return f"{_found(value)}, expected true or false", None
-    if name in _PATTERNS:
-        pattern, expected = _PATTERNS[name]
-        return None if re.fullmatch(pattern, value) else (f"{_found(value)}, expected {expected}", None)
-    check = _CHECKS.get(name)
-    return check(value) if check else None
+        return f"found {describe(value)}, expected true or false", None
+    if name in _PATTERNS and not re.fullmatch(_PATTERNS[name][0], value):
+        return f"found {describe(value)}, expected {_PATTERNS[name][1]}", None
+    return None
 
 
 def _time_problem(value: str) -> tuple[str, str | None] | None:
@@ -173,15 +173,5 @@ def _mail_type_problem(value: str) -> tuple[str, str | None] | None:
     if not unknown:
         return None
     match = closest(unknown[0], [word.lower() for word in _MAIL_TYPES])
-    listed = ", ".join(sorted(_MAIL_TYPES))
-    return f"{_found(unknown[0])}, expected {listed}", f"write {match.upper()}" if match else None
-
-
-def _found(value: object) -> str:
-    return f"found {describe(value)}"
-
-
-_CHECKS: dict[str, Callable[[str], tuple[str, str | None] | None]] = {
-    "time_min": _time_problem,
-    "mail_type": _mail_type_problem,
-}
+    message = f"found {describe(unknown[0])}, expected {', '.join(sorted(_MAIL_TYPES))}"
+    return message, f"write {match.upper()}" if match else None
