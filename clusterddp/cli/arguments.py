@@ -22,7 +22,7 @@ from clusterddp.cli.terminal import HELP_OPTIONS, Terminal
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep import SweepDir, sweep_of
-from clusterddp.run.usage import parse_age
+from clusterddp.system.units import parse_age
 
 if TYPE_CHECKING:
     from clusterddp.cli.login_node.commands import Argument

@@ -25,8 +25,8 @@ from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_run
+from clusterddp.run.removal import measure_run
 from clusterddp.run.sweep import find_sweep
-from clusterddp.run.usage import measure_run
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:

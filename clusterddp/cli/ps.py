@@ -35,7 +35,7 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.run.leftovers import Ended, RunHere
-    from clusterddp.run.stored import Removed, Storage
+    from clusterddp.run.removal import Removed, Storage
     from clusterddp.view.ps import Machines
 
 _PIDS_SHOWN = 6

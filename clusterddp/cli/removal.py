@@ -39,15 +39,17 @@ from clusterddp.run.leftovers import find_runs
 from clusterddp.run.record import RunRecord, read_run
 from clusterddp.run.removal import (
     Snapshot,
+    Usage,
     check_inside,
+    expires_at,
     find_unused_snapshots,
     fingerprint,
+    measure_run,
     remove_place,
     remove_snapshots,
 )
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
-from clusterddp.run.usage import Usage, expires_at, measure_run
 from clusterddp.system.directories import finish_removals
 from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 UNIT_S = {"s": 1, "m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 """Seconds of the units in which users write times."""
+_AGE = re.compile(r"([1-9][0-9]{0,4})([hdw])")
 _UNITS = (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10))
 
 
@@ -20,3 +23,9 @@ def format_count(count: int, noun: str) -> str:
         return f"1 {noun}"
     plural = f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}es" if noun.endswith("s") else f"{noun}s"
     return f"{count} {plural}"
+
+
+def parse_age(text: str) -> float | None:
+    """Return the seconds of an age of an hour or more, such as 12h, 30d or 4w; None: it is none."""
+    match = _AGE.fullmatch(text.strip())
+    return float(int(match[1]) * UNIT_S[match[2]]) if match else None

@@ -1,6 +1,6 @@
 """Runs on several machines: their processes, what is left over, old directories (ps and gc); a result per machine.
 
-The machines are hosts over SSH, or this one; both use run/leftovers.py and run/stored.py.
+The machines are hosts over SSH, or this one; both use run/leftovers.py and run/removal.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from clusterddp.plan.ssh import HostAccess, SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
-from clusterddp.run.stored import Removed, Storage, find_stored, remove_stored
+from clusterddp.run.removal import Removed, Storage, find_stored, remove_stored
 from clusterddp.system.files import build_record
 
 DEFAULT_ROOT = "~/.clusterddp"

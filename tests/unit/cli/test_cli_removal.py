@@ -17,8 +17,8 @@ from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run, write_run
+from clusterddp.run.removal import measure_run
 from clusterddp.run.sweep import SweepDir
-from clusterddp.run.usage import measure_run
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import fail, make_run, start_attempt
 

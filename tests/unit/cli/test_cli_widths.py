@@ -15,7 +15,7 @@ import pytest
 from clusterddp.cli.ps import stored_lines
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.stored import Storage, Stored
+from clusterddp.run.removal import Storage, Stored
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt, train
 

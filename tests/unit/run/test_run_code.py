@@ -10,7 +10,7 @@ import pytest
 
 from clusterddp.run.code import CodeCopy, plan_copy, plan_snapshot, replace_link, write_snapshot
 from clusterddp.run.directory import RunDir
-from clusterddp.run.usage import measure_run
+from clusterddp.run.removal import measure_run
 from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git
 

@@ -14,10 +14,10 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.code import SnapshotPlan, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.removal import find_unused_snapshots, fingerprint, remove_place, remove_snapshots
-from clusterddp.run.usage import measure_run, parse_age
+from clusterddp.run.removal import find_unused_snapshots, fingerprint, measure_run, remove_place, remove_snapshots
 from clusterddp.system import directories
 from clusterddp.system.directories import finish_removals
+from clusterddp.system.units import parse_age
 from tests.support.handmade_runs import complete, make_run, start_attempt
 
 DAY_S = 86_400.0

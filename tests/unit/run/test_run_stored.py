@@ -11,7 +11,7 @@ import pytest
 
 from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
-from clusterddp.run.stored import Storage, find_stored, keep_package, remove_stored
+from clusterddp.run.removal import Storage, find_stored, keep_package, remove_stored
 from tests.support.stored_runs import COMPLETED, DAY_S, RUN, TOKEN, age, make_run
 from tests.support.waiting import wait_until
 

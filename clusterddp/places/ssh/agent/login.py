@@ -30,7 +30,7 @@ from clusterddp.places.ssh.agent.operations import Body, Host
 from clusterddp.places.ssh.agent.store import find_code, lacks_code, put, refusing_disk
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.code import FOLDER, RECORD, TREE, link_or_copy
-from clusterddp.run.stored import keep_package
+from clusterddp.run.removal import keep_package
 from clusterddp.system.file_set import list_files
 from clusterddp.system.files import write_json, write_text
 

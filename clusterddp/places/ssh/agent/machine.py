@@ -13,7 +13,7 @@ from clusterddp.places.ssh.agent.operations import Body, Host
 from clusterddp.places.ssh.agent.store import find_place
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.leftovers import find_runs
-from clusterddp.run.stored import find_stored, remove_stored
+from clusterddp.run.removal import find_stored, remove_stored
 from clusterddp.system.devices import list_gpus, visible_gpus
 from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, take_leases
 

@@ -16,7 +16,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, TypedDict, Type
 from clusterddp.facts.machine import Machine
 from clusterddp.network.choice import HostNetwork, Probe
 from clusterddp.run.leftovers import Ended, RunHere
-from clusterddp.run.stored import Removed, Storage
+from clusterddp.run.removal import Removed, Storage
 
 _Variables = dict[str, str]
 _Json = dict[str, Any]
