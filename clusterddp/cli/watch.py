@@ -96,7 +96,7 @@ def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
 
 def say_unfetched(run: RunDir) -> None:
     """Print that not all results were copied back from the run's hosts, and why."""
-    from clusterddp.run.host_reports import read_unreached
+    from clusterddp.places.ssh.reports import read_unreached
 
     why = "; ".join(["", *read_unreached(run).values()])
     say_note(f"not all that the spec wants here has been fetched{why}; status and wait try again")

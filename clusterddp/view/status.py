@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.places.ssh.reports import read_reports, read_unreached, start_of
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import RootCause
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_reports import read_reports, read_unreached, start_of
 from clusterddp.run.rank_usage import read_usage_report
 from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.state import RunState, RunView

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.places.ssh.reports import HostReport, is_foreign, read_reports, start_of, write_reports
 from clusterddp.run.attempts import Report, final_end, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
-from clusterddp.run.host_reports import HostReport, is_foreign, read_reports, start_of, write_reports
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import read_json

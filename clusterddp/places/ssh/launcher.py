@@ -19,6 +19,7 @@ from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.places.ssh.network import settle_network
+from clusterddp.places.ssh.reports import ask_reports
 from clusterddp.places.ssh.session import Reply, Session, ssh_argv
 from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, ask_all, each, open_host_sessions
 from clusterddp.places.ssh.sync import Synchroniser
@@ -31,7 +32,6 @@ from clusterddp.plan.ssh import directory_name
 from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.call import different_python, read_origin
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_reports import ask_reports
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
 from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder

@@ -31,9 +31,9 @@ from clusterddp.places.ssh.host_run import (
     report_of,
     update_reports,
 )
+from clusterddp.places.ssh.reports import HostReport
 from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_reports import HostReport
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.sessions import Open, SessionPool, Work

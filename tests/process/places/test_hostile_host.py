@@ -18,10 +18,10 @@ from clusterddp.errors import SshError
 from clusterddp.places.ssh import session as session_module
 from clusterddp.places.ssh.launcher import lease_gpus
 from clusterddp.places.ssh.network import probe_network
+from clusterddp.places.ssh.reports import read_reports
 from clusterddp.places.ssh.session import Session
 from clusterddp.places.ssh.sessions import SessionPool
 from clusterddp.plan.ssh import HostAccess
-from clusterddp.run.host_reports import read_reports
 from clusterddp.system.files import write_json
 from clusterddp.view.ps import Hosts
 from tests.support.agent_hosts import Connection, make_channel, running_hosts

@@ -17,9 +17,9 @@ from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
 from clusterddp.places.ssh.agent import runs as host_runs
+from clusterddp.places.ssh.reports import read_reports
 from clusterddp.run.attempts import AttemptEnd, read_end, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_reports import read_reports
 from clusterddp.run.record import log_event, read_ranks
 from clusterddp.run.state import RunState
 from clusterddp.system.files import append_jsonl, read_jsonl

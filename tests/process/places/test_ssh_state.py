@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 
 from clusterddp.places.ssh.host_run import was_never_reached
+from clusterddp.places.ssh.reports import ago, reports_path
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
-from clusterddp.run.host_reports import ago, reports_path
 from clusterddp.run.record import ProcessIdentity, read_run, write_run
 from clusterddp.run.state import RunState
 from clusterddp.system.files import append_jsonl

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 
 from clusterddp.places.ssh.connections import SILENCE_S
+from clusterddp.places.ssh.reports import read_reports
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from clusterddp.run.host_reports import read_reports
 from tests.support.launch_runs import IMPATIENT
 from tests.support.ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC
 from tests.support.ssh_place import HostProcess, SshPlace, send, ssh_place_on

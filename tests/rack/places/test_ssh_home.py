@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
+from clusterddp.places.ssh.reports import read_reports
 from clusterddp.run.directory import RunDir
-from clusterddp.run.host_reports import read_reports
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import command_of
 from tests.support.waiting import wait_until

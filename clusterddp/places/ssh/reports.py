@@ -1,7 +1,7 @@
 """Reports of the hosts of an SSH run (`launcher/hosts.json`): written by commands that ask the hosts, read by all.
 
 The state of the run follows from them, without a connection (`ask_reports`); a command that needs the current state
-synchronises first (results/sync.py). A supervisor or guard on any host means that the run goes on, and none on all
+synchronises first (sync.py). A supervisor or guard on any host means that the run goes on, and none on all
 hosts that it has ended. If node 0's host does not answer, this is unknown, unless another node has recorded an end.
 """
 
