@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from collections.abc import Mapping as Map
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -18,6 +17,7 @@ import yaml
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.tree import (
     LINE_BREAK,
+    NULL_WORDS,
     ListNode,
     Mapping,
     Node,
@@ -248,29 +248,14 @@ def _syntax_words(raw: str) -> tuple[str, str | None]:
     return f"not YAML: {show(raw)[1:-1]}", None
 
 
+# Text that every YAML reader reads as text, so it needs no quotes.
 _PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_./-]*")
-"""Text that every YAML reader reads as text, unless it is one of these words; all other text is written in quotes."""
-_RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n", "null"})
-
-
-class _Block(dict[str, Any]):
-    """A mapping that is written with a line for each key; all others are written in one line."""
-
-
-class _Writer(yaml.SafeDumper):
-    def ignore_aliases(self, data: Any) -> bool:
-        return True
-
-    def represent_text(self, text: str) -> yaml.Node:
-        plain = _PLAIN.fullmatch(text) and text.lower() not in _RESERVED
-        return self.represent_scalar("tag:yaml.org,2002:str", text, style=None if plain else '"')
-
-    def represent_block(self, block: _Block) -> yaml.Node:
-        return self.represent_mapping("tag:yaml.org,2002:map", block.items(), flow_style=False)
-
-
-_Writer.add_representer(str, _Writer.represent_text)
-_Writer.add_representer(_Block, _Writer.represent_block)
+_LONG_KEY = 120
+"""YAML readers search at most 128 characters for the colon of a key."""
+_NEXT_LINE = "\n  "
+_RESERVED = frozenset({"true", "false", "yes", "no", "on", "off", "y", "n"})
+# Characters that JSON does not escape, and that YAML or the strict reader refuses.
+_ESCAPED = re.compile("[\x7f-\x9f\u2028\u2029\ufeff\ufffe\uffff]")
 
 
 def resolved_yaml(job: JobSpec) -> str:
@@ -280,20 +265,37 @@ def resolved_yaml(job: JobSpec) -> str:
 
 def spec_yaml(values: Map[str, Any]) -> str:
     """Write values as a spec, sections as mappings; leave out those that are None."""
-    present = {key: value for key, value in values.items() if value is not None}
-    return _written(
-        _Block((key, _Block(value) if isinstance(value, dict) and value else value) for key, value in present.items())
-    )
+    lines: list[str] = []
+    for key, value in values.items():
+        if value is None:
+            continue
+        if isinstance(value, dict) and value:
+            lines.append(f"{key}:")
+            lines += [f"  {_pair(name, inner, after_key=_NEXT_LINE)}" for name, inner in value.items()]
+        else:
+            lines.append(f"{key}: {flow_yaml(value)}")
+    return "\n".join(lines) + "\n"
 
 
 def flow_yaml(value: Any) -> str:
     """Write data in one line."""
-    return _written(json.loads(json.dumps(value))).removesuffix("...\n").rstrip("\n")
+    if isinstance(value, dict):
+        return "{" + ", ".join(_pair(key, inner) for key, inner in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(flow_yaml, value)) + "]"
+    return _scalar(value)
 
 
-def _written(value: Any) -> str:
-    return str(
-        yaml.dump(
-            value, Dumper=_Writer, default_flow_style=True, sort_keys=False, allow_unicode=True, width=sys.maxsize
-        )
-    )
+def _pair(key: str, value: Any, after_key: str = " ") -> str:
+    """Write a key and its value; a long key needs `? ` before it and, outside of braces, a line of its own."""
+    text = _scalar(key)
+    return f"{text}: {flow_yaml(value)}" if len(text) < _LONG_KEY else f"? {text}{after_key}: {flow_yaml(value)}"
+
+
+def _scalar(value: Any) -> str:
+    if not isinstance(value, str):
+        return json.dumps(value)
+    if _PLAIN.fullmatch(value) and value.lower() not in _RESERVED and value not in NULL_WORDS:
+        return value
+    text = json.dumps(value, ensure_ascii=False)
+    return _ESCAPED.sub(lambda match: f"\\u{ord(match.group()):04x}", text)

@@ -210,7 +210,7 @@ def _with_sync_bn(model: nn.Module, spec: TrainSpec, group: Group) -> nn.Module:
             f"train.sync_bn: torch's SyncBatchNorm works on GPUs only, and rank {group.rank} is on the CPU",
             hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
         )
-    assert spec.model != "fastnet", "SyncBatchNorm replaces its form of batch norm: spec/train_rules.py refuses it"
+    assert spec.model != "fastnet", "SyncBatchNorm replaces its form of batch norm: spec/check.py refuses it"
     converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     return converted
 

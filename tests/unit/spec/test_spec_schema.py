@@ -41,6 +41,10 @@ def test_every_property_has_a_default_unless_it_is_required_or_a_section() -> No
     assert without == required
 
 
+def test_a_section_has_the_defaults_of_its_keys_and_none_of_its_own() -> None:
+    assert [name for name, value in _properties(json_schema()) if "default" in value and "$ref" in value] == []
+
+
 @pytest.mark.parametrize(
     "extra",
     [
