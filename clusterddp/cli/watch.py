@@ -25,7 +25,7 @@ from clusterddp.view.printable import printable
 if TYPE_CHECKING:
     from rich.progress import Progress as Bar
 
-    from clusterddp.run.attempts import Closeable
+    from clusterddp.places.base import Closeable
     from clusterddp.run.directory import RunDir
     from clusterddp.run.state import RunView
     from clusterddp.submit.submit import Submitted

@@ -20,10 +20,10 @@ import re
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.ranks.environment import spell_ranks
@@ -267,29 +267,6 @@ def one_line(text: str) -> str:
     """Return a text in one line, shortened to what a message takes."""
     line = " ".join(text.split())
     return line if len(line) <= _MAX_LINE else line[: _MAX_LINE - 3] + "..."
-
-
-class Closeable(Protocol):
-    """Open connections that `close` ends."""
-
-    def close(self) -> object: ...
-
-
-Report = Callable[[str], object]
-"""Receives messages about the progress of slow steps."""
-
-
-def no_report(message: str) -> None:
-    """Drop a progress message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The result of a launcher's start."""
-
-    job_id: str
-    connections: Closeable | None = None
-    """The open connections that an attached run depends on; it ends when they are closed or this process ends."""
 
 
 def make_attempt(run: RunDir, number: int) -> AttemptDir:

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.places.base import Report, no_report
 from clusterddp.places.registry import launcher_named
 from clusterddp.places.slurm.jobs import Phase
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import Report, cancelled, end_queued, final_end, no_report, refuse_to_end
+from clusterddp.run.attempts import cancelled, end_queued, final_end, refuse_to_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.state import RunState, RunView

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import ClusterddpError, SlurmError, SpecError, UsageError
+from clusterddp.places.base import Closeable, Report, no_report
 from clusterddp.places.registry import launcher_named, starter_named
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.places.staging import make_run
@@ -19,18 +20,7 @@ from clusterddp.plan.placement import GpusInUseError
 from clusterddp.plan.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.plan.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import (
-    AttemptEnd,
-    Closeable,
-    Report,
-    adopt,
-    cancelled,
-    claim,
-    end_run,
-    failed,
-    make_next_attempt,
-    no_report,
-)
+from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_next_attempt
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.state import RunView, refuse_resume

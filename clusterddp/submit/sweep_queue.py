@@ -24,6 +24,7 @@ from pathlib import Path
 from types import FrameType
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.places.base import Report, no_report
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.plan.placement import GpusInUseError
@@ -31,7 +32,7 @@ from clusterddp.plan.plan import read_plan
 from clusterddp.plan.prerequisites import check_secrets, check_trainer
 from clusterddp.plan.processes import process_environment, queue_command
 from clusterddp.ranks.environment import COOKIE, inherited_environment
-from clusterddp.run.attempts import Report, cancelled, claim, end_queued, end_run, final_end, no_report, read_end
+from clusterddp.run.attempts import cancelled, claim, end_queued, end_run, final_end, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.state import RunState, RunView, spell_states

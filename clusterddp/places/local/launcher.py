@@ -17,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.places.base import Report, Started, no_report
 from clusterddp.places.local.task import BEGUN, GPUS_TAKEN
 from clusterddp.plan.placement import GpusInUseError, assign_gpus, place_here
 from clusterddp.plan.plan import move_plan, plan_json, read_plan
 from clusterddp.plan.processes import EXEC_MODULE, launcher_command, process_environment
 from clusterddp.ranks.environment import cookie
-from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_run

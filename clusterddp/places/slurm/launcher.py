@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
+from clusterddp.places.base import Report, Started, no_report
 from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.explain import advise_refusal
 from clusterddp.places.slurm.find_job import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
@@ -22,7 +23,6 @@ from clusterddp.plan.plan import Plan, move_plan, read_plan
 from clusterddp.plan.processes import EXEC_MODULE, python_path, travelling_variables
 from clusterddp.plan.program import TRAINER
 from clusterddp.plan.slurm import IMPORT_PATH, find_dependency, without_waiting
-from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_tag
 from clusterddp.run.record import (

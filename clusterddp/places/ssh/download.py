@@ -18,8 +18,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
+from clusterddp.places.base import Report
 from clusterddp.places.ssh.host_run import HostRun, Kind, Listed, checkpoints_among, locked, unwritable
-from clusterddp.run.attempts import Report
 from clusterddp.system.file_set import read_sum
 from clusterddp.system.files import MAX_RECORD_BYTES, sync_directory, write_bytes
 from clusterddp.wire import read_object

@@ -14,8 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
+from clusterddp.places.base import Report, no_report
 from clusterddp.places.ssh.reports import HostReport, is_foreign, read_reports, start_of, write_reports
-from clusterddp.run.attempts import Report, final_end, no_report
+from clusterddp.run.attempts import final_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run

@@ -18,6 +18,7 @@ from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, Ss
 from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
+from clusterddp.places.base import Report, Started, no_report
 from clusterddp.places.ssh.network import settle_network
 from clusterddp.places.ssh.reports import ask_reports
 from clusterddp.places.ssh.session import Reply, Session, ssh_argv
@@ -29,7 +30,6 @@ from clusterddp.plan.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.plan.processes import EXEC_MODULE
 from clusterddp.plan.program import TRAINER
 from clusterddp.plan.ssh import directory_name
-from clusterddp.run.attempts import Report, Started, no_report
 from clusterddp.run.call import different_python, read_origin
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run

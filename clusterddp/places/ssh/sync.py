@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
+from clusterddp.places.base import Report, no_report
 from clusterddp.places.ssh.connections import EACH_S
 from clusterddp.places.ssh.download import ASK_TIMEOUT_S, Asks, download
 from clusterddp.places.ssh.host_run import (
@@ -32,7 +33,6 @@ from clusterddp.places.ssh.host_run import (
     update_reports,
 )
 from clusterddp.places.ssh.reports import HostReport
-from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.directory import RunDir
 
 if TYPE_CHECKING:

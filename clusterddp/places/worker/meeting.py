@@ -49,8 +49,8 @@ from clusterddp.network.rendezvous.connection import (
 )
 from clusterddp.network.rendezvous.handshake import JOIN_KEY
 from clusterddp.network.rendezvous.server import Arrival, Server
+from clusterddp.places.base import Report, no_report
 from clusterddp.ranks.environment import LISTENER_FD, spell_ranks
-from clusterddp.run.attempts import Report, no_report
 from clusterddp.run.record import boot_id
 from clusterddp.wire import build
 
