@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import json
+import shlex
 import sys
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -14,19 +17,19 @@ import click
 from clusterddp.cli.arguments import given_arguments
 from clusterddp.cli.login_node.record import (
     AT_LOGIN,
-    FirstLine,
     Node,
+    SentRun,
     choose_variables,
     demand_node,
-    explain_cut,
     find_node,
     find_sent_run,
     forget_sent_run,
     list_sent_runs,
     node_of_run,
+    write_sent_run,
 )
 from clusterddp.cli.terminal import Terminal, say, say_note, writing_stdout
-from clusterddp.errors import RunNotFoundError, UsageError
+from clusterddp.errors import RunNotFoundError, SshError, UsageError
 from clusterddp.run.find import find_run
 from clusterddp.run.sweep import find_sweep
 from clusterddp.view.printable import printable
@@ -109,45 +112,60 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
     return bytes(answer)
 
 
-def submit_again_at_login(there: Together) -> int:
-    """Run the current `submit` of an earlier run on the login node that has this run."""
-    return _run_same(there.node, click.get_current_context(), {"spec": there.names[0]})
-
-
-@dataclass(frozen=True, slots=True)
-class Together:
-    """Runs that are on one login node, by their names there."""
-
-    node: Node
-    names: tuple[str, ...]
+def submit_again_at_login(node: Node, name: str) -> int:
+    """Run the current `submit` of an earlier run on the login node that has this run, by its name there."""
+    return _run_same(node, click.get_current_context(), {"spec": name})
 
 
 def node_of_all(
     names: Sequence[str], runs_dir: Path, profile: str | None, environ: Mapping[str, str]
-) -> Together | None:
-    """Find the login node that has all these runs; None: they are here.
+) -> tuple[Node, tuple[str, ...]] | None:
+    """Find the login node that has all these runs, and their names there; None: they are here.
 
     Raises: UsageError: they are in several places, and a command about all of them together reads one place.
     """
     if AT_LOGIN in environ:
         return None
     if profile is not None:
-        return Together(demand_node(profile, environ), tuple(names))
-    found = [_locate(runs_dir, name, environ) for name in names]
-    places = {_login_of(node): node for node, _ in found}
+        return demand_node(profile, environ), tuple(names)
+    places = _places_of(names, runs_dir, environ)
     if len(places) > 1:
-        where = [f"on {node.login.host}" if node else "here" for node in places.values()]
+        where = [f"on {node.login.host}" if node else "here" for node, _ in places]
         raise UsageError(f"these runs are in several places: {', '.join(where)}", hint="name runs of one place")
-    node = next(iter(places.values()))
-    return Together(node, tuple(name for _, name in found)) if node else None
+    ((node, names_there),) = places
+    return (node, names_there) if node else None
+
+
+def _places_of(
+    names: Sequence[str], runs_dir: Path, environ: Mapping[str, str]
+) -> list[tuple[Node | None, tuple[str, ...]]]:
+    """Return each login node that has some of these runs, with their names there; None for those that are here."""
+    places: dict[str, tuple[Node | None, list[str]]] = {}
+    for name in names:
+        node, name_there = None, name
+        if sent := find_sent_run(runs_dir, name):
+            node, name_there = node_of_run(sent, environ), sent.name_there(name)
+        else:
+            try:
+                _ = find_sweep(runs_dir, name) or find_run(runs_dir, name)
+            except RunNotFoundError:
+                node = find_node(None, environ)
+        key = f"{node.login.host} {node.login.runs_dir}" if node else ""
+        places.setdefault(key, (node, []))[1].append(name_there)
+    return [(node, tuple(of_place)) for node, of_place in places.values()]
 
 
 class _Output:
-    """The output of a command on the login node, as it appears here."""
+    """The output of a command on the login node, as it appears here; the name of a run that starts there is recorded.
 
-    def __init__(self, params: Mapping[str, Any], first_line: FirstLine | None) -> None:
+    Its first line has the name then, alone or in JSON; `run` is None until that line is complete.
+    """
+
+    def __init__(self, node: Node, params: Mapping[str, Any], *, starts: bool) -> None:
         on_terminal = sys.stdout.isatty()
-        self._first_line = first_line
+        self.run: str | None = None
+        self._node, self._runs_dir = node, Path(params.get("runs_dir", "runs"))
+        self._awaits_name = starts
         # The login node does not know of this terminal; a line on stderr has named the run already.
         self._hides_name = on_terminal and params.get("output") != "json"
         # Control characters that ranks print must not reach the terminal.
@@ -155,21 +173,35 @@ class _Output:
         self._line = b""
 
     def write_out(self, data: bytes) -> None:
-        first = b""
-        if self._first_line:
-            first, data = self._first_line.read(data)
-        if first and not self._hides_name:
-            self._put(first)
-        if not self._escapes:
+        if not self._awaits_name and not self._escapes:
             self._put(data)
             return
         *lines, self._line = (self._line + data).split(b"\n")
-        self._put(b"".join(printable(line.rstrip(b"\r")).encode() + b"\n" for line in lines))
+        for line in lines:
+            if self._awaits_name:
+                self._awaits_name = False
+                self._record(line.decode(errors="replace"))
+                if not self._hides_name:
+                    self._put(line + b"\n")
+            else:
+                self._put((printable(line.rstrip(b"\r")).encode() if self._escapes else line) + b"\n")
+        if not self._awaits_name and not self._escapes:
+            self.finish()
 
     def finish(self) -> None:
-        """Write the last line, if it has no line end."""
-        if self._line:
-            self._put(printable(self._line).encode())
+        """Write what there is of the last line."""
+        if self._line and not self._awaits_name:
+            self._put(printable(self._line).encode() if self._escapes else self._line)
+        self._line = b""
+
+    def _record(self, line: str) -> None:
+        with contextlib.suppress(ValueError, AttributeError):  # it is no JSON, or a name that reads as a number
+            found = json.loads(line)
+            line = str(found.get("run") or found.get("sweep"))
+        self.run = line
+        node, login = self._node, self._node.login.model_dump(mode="json")
+        sent = SentRun(run=line, profile=node.profile, login=login, secrets=node.secrets, created_ns=time.time_ns())
+        write_sent_run(self._runs_dir, sent)
 
     def _put(self, data: bytes) -> None:
         with writing_stdout():
@@ -197,9 +229,8 @@ def _run(
     from clusterddp.cli.login_node.commands import run_at_login
 
     params = context.params
-    submits = context.info_name in _STARTING and not params.get("dry_run")
-    first_line = FirstLine(node, params["runs_dir"]) if submits else None
-    output = _Output(params, first_line)
+    starts = context.info_name in _STARTING and not params.get("dry_run")
+    output = _Output(node, params, starts=starts)
     code = run_at_login(
         node.login,
         login_command,
@@ -208,12 +239,19 @@ def _run(
         report=say,
     )
     output.finish()
-    if code is None:
-        words = list(login_command.arguments)
-        is_named = (params.get("name") or params.get("names")) and "--" in words
-        named = str(words[words.index("--") + 1]) if is_named else None
-        raise explain_cut(node, first_line.run if first_line else named, submits=submits)
-    return code
+    if code is not None:
+        return code
+    run, words = output.run, list(login_command.arguments)
+    if not starts and (params.get("name") or params.get("names")) and "--" in words:
+        run = str(words[words.index("--") + 1])
+    found, hint = "the connection broke", "try again"
+    if run is not None:
+        found += "; the run goes on"
+        hint = f"clusterddp status {shlex.quote(run)} --profile {node.profile}"
+    elif starts:
+        found += "; whether a job was submitted is not known here"
+        hint = f"clusterddp list --profile {node.profile}"
+    raise SshError(node.login.host, "ask", found, hint=hint, dropped=True)
 
 
 def _run_where_it_is(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> Any:
@@ -231,40 +269,17 @@ def _run_where_it_is(function: Callable[..., Any], context: click.Context, value
 
 def _run_where_they_are(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> int:
     """Run a command about several runs, here and on login nodes; return the worst exit code."""
-    terminal, runs_dir = context.obj, values["runs_dir"]
-    here: list[str] = []
-    there: dict[str, tuple[Node, list[str]]] = {}
-    for name in values["names"]:
-        node, name_there = _locate(runs_dir, name, terminal.environ)
+    runs_dir, codes = values["runs_dir"], list[int]()
+    places = _places_of(values["names"], runs_dir, context.obj.environ)
+    for node, names in sorted(places, key=lambda place: place[0] is None):
         if node is None:
-            here.append(name)
-        else:
-            there.setdefault(_login_of(node), (node, []))[1].append(name_there)
-    codes = [_run_same(node, context, {"names": tuple(names)}) for node, names in there.values()]
-    if context.info_name == "rm" and not values["dry_run"] and not any(codes):
-        for name in (name for _, names in there.values() for name in names):
-            forget_sent_run(runs_dir, name)
-    if here:
-        codes.append(function(**values | {"names": tuple(here)}))
+            codes.append(function(**values | {"names": names}))
+            continue
+        codes.append(_run_same(node, context, {"names": names}))
+        if context.info_name == "rm" and not values["dry_run"] and not codes[-1]:
+            for name in names:
+                forget_sent_run(runs_dir, name)
     return max(codes)
-
-
-def _locate(runs_dir: Path, name: str, environ: Mapping[str, str]) -> tuple[Node | None, str]:
-    """Find the login node that has a run, and its name there; None: the run is here."""
-    if sent := find_sent_run(runs_dir, name):
-        return node_of_run(sent, environ), sent.name_there(name)
-    return None if _is_here(runs_dir, name) else find_node(None, environ), name
-
-
-def _login_of(node: Node | None) -> str:
-    return f"{node.login.host} {node.login.runs_dir}" if node else ""
-
-
-def _is_here(runs_dir: Path, name: str) -> bool:
-    try:
-        return bool(find_sweep(runs_dir, name) or find_run(runs_dir, name))
-    except RunNotFoundError:
-        return False
 
 
 def _say_runs_elsewhere(runs_dir: Path, *, quiet: bool) -> None:

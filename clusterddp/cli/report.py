@@ -52,8 +52,9 @@ def report(
     names = names or ("@last",)
     there = node_of_all(names, runs_dir, profile, terminal.environ)
     if there:
-        page = ask_login(there.node, ["report", "--out", _STDOUT, "--", *there.names])
-        _write(page.decode("utf-8", errors="replace"), out or "report.html", list(there.names), output)
+        node, names_there = there
+        page = ask_login(node, ["report", "--out", _STDOUT, "--", *names_there])
+        _write(page.decode("utf-8", errors="replace"), out or "report.html", list(names_there), output)
         return
     from clusterddp.cli.page.pages import draw_report
 
@@ -76,7 +77,8 @@ def compare(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], 
     """
     there = node_of_all(names, runs_dir, profile, terminal.environ)
     if there:
-        answer = ask_login(there.node, ["compare", "-o", output, "--", *there.names])
+        node, names_there = there
+        answer = ask_login(node, ["compare", "-o", output, "--", *names_there])
         with writing_stdout():
             sys.stdout.buffer.write(answer)
         return

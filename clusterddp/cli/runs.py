@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -16,13 +16,12 @@ from clusterddp.cli.arguments import RunName, address, collected, command, outpu
 from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
-from clusterddp.cli.terminal import Terminal, columns_of, put, put_json, say, say_error, say_note
+from clusterddp.cli.terminal import Terminal, columns_of, put_json, say, say_error, say_note
 from clusterddp.cli.text.status import status_lines
 from clusterddp.cli.watch import (
-    draw,
     say_ending,
     say_unfetched,
-    states_until,
+    show_states,
     staying_with,
     watch_until_ended,
 )
@@ -70,17 +69,7 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
     # The text names the hosts that do not answer.
     with Synchroniser([run], terminal.environ, report=say_note, names_hosts=output == "json") as sync:
         read = partial(_fetched_status, run, sync, terminal.environ)
-        draws = watch and output == "text" and terminal.can_redraw(sys.stdout)
-        states = states_until(_has_ended, read, key=None if draws else _without_times) if watch else iter([read()])
-        if draws:
-            state = draw(states, text_of, terminal)
-        else:
-            for state in states:
-                if output == "json":
-                    put_json(state.to_json(), indent=None if watch else 1)
-                    sys.stdout.flush()
-                else:
-                    put(text_of(state) + ("\n" if watch else ""))
+        state = show_states(read, text_of, terminal, output=output, watch=watch)
     return PreflightError.exit_code if is_unknown(run, state.state) else 0
 
 
@@ -255,17 +244,6 @@ def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str])
         write_fetched_report(run, environ)
         send_left(run, view, environ)
     return read_status(run, view)
-
-
-def _has_ended(status: RunStatus) -> bool:
-    return status.state.finished
-
-
-def _without_times(status: RunStatus) -> dict[str, Any]:
-    """Return the status without what changes every second."""
-    # An UNKNOWN state has its age in the reason.
-    reason = {"reason": ""} if status.state.value == "UNKNOWN" else {}
-    return status.to_json() | {"times": None, "last_output": None} | reason
 
 
 def _say_failed_rank(run: RunDir, attempt: int | None, terminal: Terminal) -> None:

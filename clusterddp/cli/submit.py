@@ -119,7 +119,8 @@ def _submit_again(
     from clusterddp.spec.load import load_spec
 
     if there := node_of_all([name], options.runs_dir, profile, terminal.environ):
-        return submit_again_at_login(there)
+        node, (name_there,) = there
+        return submit_again_at_login(node, name_there)
     parent = _find_parent(options.runs_dir, name)
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)

@@ -9,7 +9,7 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -17,7 +17,7 @@ from clusterddp.cli.arguments import PLANNED_NAME
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say, say_note
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text import run_list as text
-from clusterddp.cli.watch import draw, states_until
+from clusterddp.cli.watch import show_states
 from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.run.state import RunView
@@ -66,22 +66,18 @@ def resume(sweep: SweepDir, terminal: Terminal, options: StartOptions) -> int:
 
 def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool) -> None:
     """Show all runs of a sweep; with `watch` until all of them have ended."""
+
+    def text_of(status: SweepStatus) -> str:
+        """Write as many runs as fit on a terminal that is watched, and all of them when they have ended."""
+        redraws = watch and terminal.can_redraw(sys.stdout) and not status.finished
+        rows = shutil.get_terminal_size().lines - 1 if redraws else None
+        return "\n".join(text.status_lines(status, columns=columns_of(sys.stdout), rows=rows))
+
     with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
         read = partial(_read_status, sweep, sync)
-        draws = watch and output == "text" and terminal.can_redraw(sys.stdout)
-        key = None if draws else _without_times
-        states = states_until(_has_ended, read, key=key, pauses=_PAUSE_PER_POLL) if watch else iter([read()])
-        if draws:
-            _send_left(sweep, draw(states, _text_on_screen, terminal), terminal)
-            return
-        for status in states:
-            if output == "json":
-                put_json(status.to_json(), indent=None if watch else 1)
-                sys.stdout.flush()
-            else:
-                put("\n".join(text.status_lines(status, columns=columns_of(sys.stdout))) + ("\n" if watch else ""))
-        if status.finished:
-            _send_left(sweep, status, terminal)
+        status = show_states(read, text_of, terminal, output=output, watch=watch, pauses=_PAUSE_PER_POLL)
+    if status.finished:
+        _send_left(sweep, status, terminal)
 
 
 def _read_status(sweep: SweepDir, sync: Synchroniser) -> SweepStatus:
@@ -89,22 +85,6 @@ def _read_status(sweep: SweepDir, sync: Synchroniser) -> SweepStatus:
 
     sync.update()
     return read_sweep_status(sweep)
-
-
-def _has_ended(status: SweepStatus) -> bool:
-    return status.finished
-
-
-def _without_times(status: SweepStatus) -> dict[str, Any]:
-    """Return the status without what changes every second."""
-    data = status.to_json()
-    return data | {"runs": [run | {"times": None} for run in data["runs"]]}
-
-
-def _text_on_screen(status: SweepStatus) -> str:
-    """Write a status for a terminal: as many runs as fit, and all of them when they have ended."""
-    columns, rows = shutil.get_terminal_size()
-    return "\n".join(text.status_lines(status, columns=columns, rows=None if status.finished else rows - 1))
 
 
 def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None = None) -> int:

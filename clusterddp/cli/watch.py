@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from clusterddp.run.state import RunView
     from clusterddp.submit.submit import Submitted
     from clusterddp.view.progress import Progress
+    from clusterddp.view.status import RunStatus
+    from clusterddp.view.sweep import SweepStatus
 
-_S = TypeVar("_S")
+_State = TypeVar("_State", "RunStatus", "SweepStatus")
 _POLL_INTERVAL_S = 0.25
 _WATCH_INTERVAL_S = 1.0
 _SIGHT_S = 60.0
@@ -124,8 +126,35 @@ def watch_until_ended(
         return _poll(run, show, timeout_s, sync)
 
 
-def draw(states: Iterator[_S], text_of: Callable[[_S], str], terminal: Terminal) -> _S:
-    """Draw the text of each state over that of the one before; the last one stays, and is returned.
+def show_states(
+    read: Callable[[], _State],
+    text_of: Callable[[_State], str],
+    terminal: Terminal,
+    *,
+    output: str,
+    watch: bool,
+    pauses: float = 0,
+) -> _State:
+    """Show what `read` returns, with `watch` anew until that has ended; return the last of it.
+
+    On a terminal the text is drawn over that of the state before; elsewhere a state follows when something of it has
+    changed. `pauses`: the pause after a read is at least so many times as long as the read.
+    """
+    if watch and output == "text" and terminal.can_redraw(sys.stdout):
+        state = _draw(_states_until_ended(read, pauses=pauses, only_changed=False), text_of, terminal)
+        put(text_of(state))
+        return state
+    for state in _states_until_ended(read, pauses=pauses) if watch else [read()]:
+        if output == "json":
+            put_json(state.to_json(), indent=None if watch else 1)
+            sys.stdout.flush()
+        else:
+            put(text_of(state) + ("\n" if watch else ""))
+    return state
+
+
+def _draw(states: Iterator[_State], text_of: Callable[[_State], str], terminal: Terminal) -> _State:
+    """Draw the text of each state over that of the one before; return the last state.
 
     A terminal that gets another width moves lines about, and where they are is not known: the screen is cleared.
     """
@@ -135,8 +164,7 @@ def draw(states: Iterator[_S], text_of: Callable[[_S], str], terminal: Terminal)
 
     console = Console(no_color=terminal.no_color or None)
     columns = console.width
-    live = Live(console=console, auto_refresh=False, redirect_stdout=False)
-    with live:
+    with Live(console=console, auto_refresh=False, redirect_stdout=False) as live:
         for state in states:
             if columns != console.width:
                 live.update("", refresh=True)
@@ -145,28 +173,20 @@ def draw(states: Iterator[_S], text_of: Callable[[_S], str], terminal: Terminal)
             live.update(Text.from_ansi(text_of(state), overflow="fold"), refresh=True)
         live.transient = True
         live.update("")
-    put(text_of(state))
     return state
 
 
-def states_until(
-    ends: Callable[[_S], bool], read: Callable[[], _S], *, key: Callable[[_S], object] | None = None, pauses: float = 0
-) -> Iterator[_S]:
-    """Yield what `read` returns about once a second, until it `ends`.
-
-    `key`: yield a state only when its key differs from that of the one before. `pauses`: the pause after a read is
-    at least so many times as long as the read.
-    """
+def _states_until_ended(read: Callable[[], _State], *, pauses: float, only_changed: bool = True) -> Iterator[_State]:
+    """Yield what `read` returns about once a second, until that has ended."""
     before = None
     while True:
         begun = time.monotonic()
         state = read()
         pause_s = max(_WATCH_INTERVAL_S, pauses * (time.monotonic() - begun))
-        ended = ends(state)
-        facts = key(state) if key else None
-        if key is None or facts != before or ended:
+        facts = state.without_times()
+        if state.finished or not only_changed or facts != before:
             yield state
-        if ended:
+        if state.finished:
             return
         before = facts
         time.sleep(pause_s)

@@ -120,6 +120,15 @@ class RunStatus(RunSummary):
     diagnosis: Diagnosis | None = None
     """The kind of the root cause, by its words."""
 
+    @property
+    def finished(self) -> bool:
+        return self.state.finished
+
+    def without_times(self) -> dict[str, Any]:
+        """Return its JSON without what changes every second."""
+        age = {"reason": ""} if self.state is RunState.UNKNOWN else {}  # the reason has it
+        return self.to_json() | {"times": None, "last_output": None} | age
+
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
         job = {"job": _job_json(self.job)} if self.launcher == "slurm" else {}

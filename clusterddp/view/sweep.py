@@ -38,6 +38,10 @@ class SweepStatus:
     def finished(self) -> bool:
         return all(run.state.finished for run in self.runs)
 
+    def without_times(self) -> dict[str, Any]:
+        """Return its JSON without what changes every second."""
+        return self.to_json() | {"runs": [run.to_json() | {"times": None} for run in self.runs]}
+
     def to_json(self) -> dict[str, Any]:
         queue = self.queue
         return {

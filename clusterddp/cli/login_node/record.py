@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import re
-import shlex
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import ClusterddpError, SpecError, SshError, UsageError
+from clusterddp.errors import ClusterddpError, SpecError, UsageError
 from clusterddp.plan.seal import is_sealed, seal
 from clusterddp.run.find import created_ns, list_places, list_runs
 from clusterddp.system.files import read_record, write_json, write_text
@@ -91,48 +88,6 @@ def choose_variables(
     if color is not None:
         chosen["FORCE_COLOR" if color else "NO_COLOR"] = "1"
     return chosen
-
-
-class FirstLine:
-    """Reads the first line of a submit, the run's name or JSON with it, and records where the run is.
-
-    `run` is None until that line is complete.
-    """
-
-    def __init__(self, node: Node, runs_dir: Path) -> None:
-        self.run: str | None = None
-        self._node = node
-        self._runs_dir = runs_dir
-        self._line = b""
-
-    def read(self, data: bytes) -> tuple[bytes, bytes]:
-        """Receive output; return the first line, when it is complete, and what follows it."""
-        if self.run is not None:
-            return b"", data
-        head, newline, rest = (self._line + data).partition(b"\n")
-        if not newline:
-            self._line = head
-            return b"", b""
-        self.run = _name_in(head.decode(errors="replace"))
-        node, login = self._node, self._node.login.model_dump(mode="json")
-        sent = SentRun(run=self.run, profile=node.profile, login=login, secrets=node.secrets, created_ns=time.time_ns())
-        write_sent_run(self._runs_dir, sent)
-        return head + newline, rest
-
-
-def explain_cut(node: Node, run: str | None, *, submits: bool) -> SshError:
-    """Return the error for a broken connection to the login node.
-
-    `run`: the run that the command names, if any. `submits`: the command starts one.
-    """
-    found, hint = "the connection broke", "try again"
-    if submits and run is None:
-        found += "; whether a job was submitted is not known here"
-        hint = f"clusterddp list --profile {node.profile}"
-    elif run is not None:
-        found += "; the run goes on"
-        hint = f"clusterddp status {shlex.quote(run)} --profile {node.profile}"
-    return SshError(node.login.host, "ask", found, hint=hint, dropped=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -217,11 +172,3 @@ def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
         where = [f"{sent.run} on {sent.login['host']}" for sent in found] + [f"{each} here" for each in here_names]
         raise UsageError(f"{name}: {len(where)} runs begin with it: {', '.join(where)}")
     return found[0]
-
-
-def _name_in(line: str) -> str:
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return line
-    return str(value.get("run") or value.get("sweep")) if isinstance(value, dict) else line
