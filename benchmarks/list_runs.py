@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from clusterddp.places.slurm.jobs import SEPARATOR
+from clusterddp.places.slurm.queue import SEPARATOR
 from clusterddp.run.directory import RunDir
 from tests.support.handmade_runs import train
 from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run, name_of_job

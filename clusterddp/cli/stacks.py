@@ -1,8 +1,9 @@
-"""The command stacks: where each rank of a run is, those first that the others wait for."""
+"""The command stacks: it asks the head where each rank of a run is, and shows those first that the others wait for."""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -11,12 +12,58 @@ import click
 from clusterddp.cli.arguments import command, output_option, run_argument, runs_option
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, duration, put, put_json
+from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.places.registry import launcher_named
+from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import spell_ranks
+from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.find import find_run
+from clusterddp.run.record import read_gang, read_run
+from clusterddp.run.stacks import StackReport, newest_report, read_report
+from clusterddp.run.state import RunState
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.run.stacks import Folded, RankStack, StackReport
+
+
+ANSWER_S = 20.0
+"""How long the head may take: it looks twice a second, and waits 7 s for its nodes."""
+_POLL_S = 0.1
+_FETCH_S = 0.5
+
+
+def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float = ANSWER_S) -> StackReport:
+    """Return where the ranks of a run are now; of a run that has ended, the newest stacks that it has.
+
+    Raises: UsageError: it has no ranks, and no stacks. ClusterddpError: no answer in time.
+    """
+    run = RunDir(run.path.absolute())
+    with Synchroniser([run], environ, interval_s=_FETCH_S) as sync:
+        sync.update()
+        view, record = read_state(run), read_run(run)
+        if view.attempt is None or view.state is not RunState.RUNNING:
+            kept = newest_report(run)
+            if kept is None:
+                raise UsageError(f"{run.name} has no ranks to ask: it is {view.state.value}")
+            return kept
+        if is_of_another_user(run.path):
+            raise UsageError(f"{run.name} belongs to another user, and only that user can ask its ranks")
+        attempt = run.attempt(view.attempt)
+        wanted = launcher_named(record.launcher, environ).request_stacks(run, attempt, sync)
+        deadline = time.monotonic() + timeout_s
+        while (report := read_report(attempt, wanted)) is None:
+            if time.monotonic() >= deadline:
+                head = read_gang(run).nodes[0].host
+                raise ClusterddpError(
+                    f"{run.name}: the supervisor of node 0 on {head} has not reported stacks within {timeout_s:g} s",
+                    hint=f"clusterddp status {run.name} says whether the run has ended meanwhile",
+                )
+            time.sleep(_POLL_S)
+            sync.update()
+        return report
+
 
 _NOW_S = 60.0
 
@@ -43,7 +90,6 @@ def stacks(terminal: Terminal, *, name: str, raw: bool, timeout_s: float, output
     It works for every script and changes nothing in the run. Of a run that has ended, the stacks of its last hang.
     """
     from clusterddp.run.stacks import fold
-    from clusterddp.submit.stacks import collect_stacks
 
     run = find_run(runs_dir, name)
     report = collect_stacks(run, terminal.environ, timeout_s=timeout_s)

@@ -15,9 +15,8 @@ from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge import judge_here, judge_machine
 from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
-from clusterddp.places.slurm.cluster import Cluster, read_cluster
+from clusterddp.places.slurm.cluster import Cluster, Partition, read_cluster
 from clusterddp.places.slurm.first_spec import choose_partition, consequences, time_text, why_not
-from clusterddp.places.slurm.partitions import Partition
 from clusterddp.plan.placement import Request
 from clusterddp.plan.plan import plan_run
 from clusterddp.plan.processes import process_environment

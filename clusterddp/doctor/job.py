@@ -25,8 +25,7 @@ from clusterddp.facts.torch import Torch
 from clusterddp.network.interface import is_loopback
 from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.explain import explain_waiting
-from clusterddp.places.slurm.jobs import Phase
-from clusterddp.places.slurm.queue import Slurm, Wanted
+from clusterddp.places.slurm.queue import Phase, Slurm, Wanted
 from clusterddp.run.job_tag import job_name, job_tag
 from clusterddp.system.units import format_bytes
 from clusterddp.wire import build, read_object

@@ -1,23 +1,25 @@
 """The local ranks of a node: starts them, watches them, ends them, and records how each ended.
 
-It reports to the head and carries out the head's orders; supervisor.py lists the kinds of both. Nothing here blocks for
-longer than one read of the process table.
+It reports to the head and obeys its orders; supervisor.py lists the kinds of both. Nothing here blocks for longer
+than one read of the process table. Of the TCP connections of this host, which the kernel lists, a closed one stays
+listed for a minute.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import ipaddress
 import os
 import signal
+import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills
-from clusterddp.network.connections import was_connected
 from clusterddp.network.nccl_log import Transport, merge, read_transport
 from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
@@ -37,6 +39,49 @@ from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_r
 from clusterddp.system.files import is_file
 from clusterddp.system.processes import is_stopped
 from clusterddp.system.storage import is_outage, storage_timeout_s
+
+_TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
+_NOT_CONNECTED = frozenset({"02", "03", "07", "0A"})
+"""SYN_SENT, SYN_RECV, CLOSE, LISTEN. Source: include/net/tcp_states.h of Linux."""
+_MAPPED = bytes(10) + b"\xff\xff"
+_End = tuple[bytes, int]
+
+
+def was_connected(address: str, port: int) -> bool | None:
+    """Return whether a connection to this address and port has an end on this host, or had one in the last minute.
+
+    None: the kernel lists no connections here (no Linux), or `address` is a name.
+    """
+    try:
+        wanted = _without_mapping(ipaddress.ip_address(address).packed), port
+        return any(wanted in ends for table in _TABLES for ends in _read(Path(table)))
+    except (OSError, ValueError):
+        return None
+
+
+def _read(table: Path) -> Iterator[tuple[_End, _End]]:
+    """Return the local and the remote end of each connection."""
+    if table.name == "tcp6" and not table.exists():  # IPv6 is switched off
+        return
+    with table.open(encoding="ascii") as lines:
+        next(lines, None)
+        for line in lines:
+            _, local, remote, state, *_ = line.split()
+            if state not in _NOT_CONNECTED:
+                yield _end(local), _end(remote)
+
+
+def _end(text: str) -> _End:
+    """Read `0100007F:1F90`: each 32 bits of the address in the byte order of the machine."""
+    address, _, port = text.partition(":")
+    words = (int(address[at : at + 8], 16) for at in range(0, len(address), 8))
+    return _without_mapping(b"".join(struct.pack("=I", word) for word in words)), int(port, 16)
+
+
+def _without_mapping(address: bytes) -> bytes:
+    """Return the IPv4 address of `::ffff:10.0.0.1`, any other as it is."""
+    return address.removeprefix(_MAPPED) if len(address) == 16 else address
+
 
 TERM_GRACE_S = 1.0
 """The time between SIGTERM and SIGKILL when the gang is ended."""
@@ -373,7 +418,7 @@ class NcclWatch:
         if now < self._look_at or now > self._begun + _NCCL_LAST_S:
             return None
         self._look_at = now + max(_NCCL_FIRST_S, (now - self._begun) / 2)
-        found = [transport for log in self._logs if (transport := read_transport(_read(log)))]
+        found = [transport for log in self._logs if (transport := read_transport(_read_ended(log)))]
         if len(found) < len(self._logs) or (merged := merge(found)) == self._last:
             return None
         self._last = merged
@@ -406,7 +451,7 @@ class StoppedRanks:
         return changed
 
 
-def _read(log: Path) -> str:
+def _read_ended(log: Path) -> str:
     with contextlib.suppress(OSError):
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
         with open(descriptor, "rb") as file:

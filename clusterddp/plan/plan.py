@@ -34,7 +34,7 @@ from clusterddp.run.gang import Gang, Notify
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
 from clusterddp.spec.train import DEFINING
 from clusterddp.system.files import read_json
-from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 if TYPE_CHECKING:

@@ -22,7 +22,7 @@ from clusterddp.ranks.environment import (
     entry_environment,
     rank_variables,
 )
-from clusterddp.system.timeouts import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
 HangPolicy = Literal["report", "restart", "fail"]

@@ -20,7 +20,7 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_start
 
 if TYPE_CHECKING:
-    from clusterddp.places.slurm.jobs import Job
+    from clusterddp.places.slurm.queue import Job
 
 START_GRACE_S = 5.0
 """How long an attempt may be without a process: one that starts it may be between two system calls, and a file that

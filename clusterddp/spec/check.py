@@ -32,7 +32,7 @@ from clusterddp.spec.tree import (
     to_data,
     without,
 )
-from clusterddp.system.timeouts import HOST_SILENCE_S
+from clusterddp.system.storage import HOST_SILENCE_S
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec

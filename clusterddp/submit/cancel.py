@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.base import Report, no_report
 from clusterddp.places.registry import launcher_named
-from clusterddp.places.slurm.jobs import Phase
+from clusterddp.places.slurm.queue import Phase
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import inherited_environment

@@ -1,4 +1,7 @@
-"""The storage of a directory: whether other machines share it, and how long a process retries during an outage."""
+"""The storage of a directory: whether other machines share it, and how long a process retries during an outage.
+
+The timeouts after which a host or a process counts as lost stand here, too: an outage may last as long.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.system.timeouts import HOST_SILENCE_S
+
+HOST_SILENCE_S = 30.0
+"""network.host_silence: longer than a spanning tree, the restart of a switch or the failover of a bond takes."""
+HEARTBEAT_TIMEOUT_S = 60.0
+"""network.heartbeat_timeout: longer than a process usually waits for a file server."""
+
 
 _T = TypeVar("_T")
 _RETRY_S = 0.25

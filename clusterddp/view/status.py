@@ -41,7 +41,7 @@ from clusterddp.view.ranks import RankStatus, rank_statuses, stopped_ranks
 from clusterddp.view.timeline import Times, read_timeline
 
 if TYPE_CHECKING:
-    from clusterddp.places.slurm.jobs import Job
+    from clusterddp.places.slurm.queue import Job
     from clusterddp.run.directory import AttemptDir
 
 _NAME = re.compile(r"step-(?P<step>\d+)-a(?P<attempt>\d+)")

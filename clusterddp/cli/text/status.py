@@ -20,7 +20,7 @@ from clusterddp.view.printable import printable
 from clusterddp.view.status import has_checkpoint
 
 if TYPE_CHECKING:
-    from clusterddp.places.slurm.jobs import Job
+    from clusterddp.places.slurm.queue import Job
     from clusterddp.run.attempts import RootCause
     from clusterddp.run.directory import RunDir
     from clusterddp.run.rank_usage import RankUsage

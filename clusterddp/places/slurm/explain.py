@@ -9,7 +9,7 @@ import pwd
 import re
 import time
 
-from clusterddp.places.slurm.jobs import Job
+from clusterddp.places.slurm.queue import Job
 
 _WAITS = {
     "resources": "for nodes to become free",

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 
 from clusterddp.errors import SlurmError
 from clusterddp.places.slurm.commands import run_slurm
-from clusterddp.places.slurm.jobs import Job, Phase
-from clusterddp.places.slurm.queue import Slurm
+from clusterddp.places.slurm.queue import Job, Phase, Slurm
 from clusterddp.places.slurm.state import wanted_job
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name

@@ -7,8 +7,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from clusterddp.errors import SlurmError, UsageError
-from clusterddp.places.slurm.cluster import Cluster, read_cluster
-from clusterddp.places.slurm.partitions import Association, NodeGroup, Partition
+from clusterddp.places.slurm.cluster import Association, Cluster, NodeGroup, Partition, read_cluster
 from clusterddp.system.units import format_count
 
 _COMMENT_COLUMN = 30

@@ -16,8 +16,7 @@ from clusterddp.places.base import Report, Started, no_report
 from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.explain import advise_refusal
 from clusterddp.places.slurm.find_job import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
-from clusterddp.places.slurm.jobs import Phase
-from clusterddp.places.slurm.queue import Slurm
+from clusterddp.places.slurm.queue import Phase, Slurm
 from clusterddp.places.slurm.state import ask_slurm
 from clusterddp.plan.plan import Plan, move_plan, read_plan
 from clusterddp.plan.processes import EXEC_MODULE, python_path, travelling_variables

@@ -16,8 +16,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.explain import explain_end, explain_waiting
-from clusterddp.places.slurm.jobs import Job, Phase
-from clusterddp.places.slurm.queue import Slurm, Wanted
+from clusterddp.places.slurm.queue import Job, Phase, Slurm, Wanted
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.record import RunRecord

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from clusterddp.network.rendezvous.acceptor import Acceptor, Refusals
+from clusterddp.network.rendezvous.server import Acceptor, Refusals
 from clusterddp.node.log import log_line
 from clusterddp.node.rank_starter import Ended, Launch, Lost, Started, Update
 from clusterddp.places.slurm.task import MAX_PACKET, peer_of

@@ -19,8 +19,8 @@ import pytest
 
 import clusterddp
 from clusterddp.errors import PreflightError
-from clusterddp.network.rendezvous.acceptor import PER_TURN, REST_S, Acceptor, Refusals
 from clusterddp.network.rendezvous.handshake import Signer, UnprovenError, VersionError
+from clusterddp.network.rendezvous.server import PER_TURN, REST_S, Acceptor, Refusals
 from clusterddp.places.worker.meeting import Hello, Seat, digest_spec, meet
 from clusterddp.places.worker.worker import Decided
 from tests.support.gang_runs import GangRun, running

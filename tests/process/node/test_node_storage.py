@@ -5,7 +5,7 @@ import time
 import pytest
 
 from clusterddp.run.attempts import read_spooled
-from clusterddp.system.timeouts import HOST_SILENCE_S
+from clusterddp.system.storage import HOST_SILENCE_S
 from tests.support.gang_runs import running
 from tests.support.storage_faults import away, disk
 from tests.support.waiting import wait_until

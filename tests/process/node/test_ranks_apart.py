@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.network.connections import was_connected
+from clusterddp.node.local_ranks import was_connected
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.gang import Gang
 from tests.support.gang_runs import make_gang, running, started

@@ -10,10 +10,9 @@ from typing import Any
 
 import pytest
 
-from clusterddp.places.slurm.cluster import Cluster, User, read_cluster
+from clusterddp.places.slurm.cluster import Association, Cluster, Partition, User, parse_gpus, read_cluster
 from clusterddp.places.slurm.control import read_duration_s
 from clusterddp.places.slurm.first_spec import fill_in
-from clusterddp.places.slurm.partitions import Association, Partition, parse_gpus
 from clusterddp.plan.placement import Request
 from clusterddp.plan.plan import plan_run
 from clusterddp.spec.load import load_spec

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import UsageError
-from clusterddp.places.slurm.jobs import SEPARATOR
 from clusterddp.places.slurm.launcher import SlurmLauncher
+from clusterddp.places.slurm.queue import SEPARATOR
 from clusterddp.places.staging import make_run
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_tag

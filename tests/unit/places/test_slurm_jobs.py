@@ -7,7 +7,7 @@ import time
 import pytest
 
 from clusterddp.places.slurm.explain import advise_refusal, explain_end, explain_waiting
-from clusterddp.places.slurm.jobs import SEPARATOR, Job, Phase, read_sacct, read_squeue, read_time
+from clusterddp.places.slurm.queue import SEPARATOR, Job, Phase, read_sacct, read_squeue, read_time
 
 TAG = "0123456789abcdef0123"
 NOON = time.mktime((2026, 1, 2, 12, 0, 0, 0, 0, -1))

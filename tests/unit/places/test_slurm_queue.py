@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import SlurmError
-from clusterddp.places.slurm.jobs import SEPARATOR
-from clusterddp.places.slurm.queue import Slurm, Wanted
+from clusterddp.places.slurm.queue import SEPARATOR, Slurm, Wanted
 from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run
 from tests.support.paths import ROOT as REPOSITORY
 
