@@ -59,7 +59,7 @@ print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUS
 AGENTS = """
 import json, os, resource, sys, threading
 from clusterddp.places.ssh.session import Session
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 from clusterddp.places.ssh.sessions import open_sessions
 accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
 made = open_sessions(accesses, environ=os.environ)

@@ -85,7 +85,7 @@ def trace(owner, name, show=None):
 
 import clusterddp.cli.main
 import clusterddp.cli.submit
-import clusterddp.submit.submit as submit
+import clusterddp.submission.submit as submit
 from clusterddp.places.ssh import launcher as ssh
 from clusterddp.places.ssh import sessions
 from clusterddp.places.ssh import session

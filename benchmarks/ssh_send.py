@@ -24,7 +24,7 @@ from tests.testbed.rack import Rack, running_rack
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import json, os, sys, time
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 from clusterddp.places.ssh.sessions import open_sessions
 from clusterddp.places.ssh.upload import Uploader, upload_data
 sessions = open_sessions([HostAccess(host="node1", python=sys.executable)], environ=os.environ)

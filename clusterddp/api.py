@@ -16,7 +16,7 @@ from clusterddp.system.files import read_jsonl
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.sync import Synchroniser
-    from clusterddp.plan.plan import Plan
+    from clusterddp.planning.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
 DEFAULT_RUNS_DIR = "runs"
@@ -43,8 +43,8 @@ class Run:
 
     def wait(self, timeout_s: float | None = None) -> str:
         """Wait until the run has ended, at most `timeout_s`; return its state then."""
-        from clusterddp.submit.notices import PATIENCE_S, send_left
-        from clusterddp.submit.submit import wait
+        from clusterddp.submission.notices import PATIENCE_S, send_left
+        from clusterddp.submission.submit import wait
 
         with self._sync() as sync:
             view = wait(RunDir(self.path), timeout_s, sync=sync)
@@ -79,7 +79,7 @@ class Run:
 
     def cancel(self, *, save: bool = False) -> str:
         """End the run, with `save` after a checkpoint; return a sentence on the result."""
-        from clusterddp.submit.cancel import cancel
+        from clusterddp.submission.cancel import cancel
 
         return cancel(RunDir(self.path), save=save)
 
@@ -156,8 +156,8 @@ def plan(
 
     Raises: ClusterddpError: the submit would fail, with the reason.
     """
-    from clusterddp.plan.placement import Request
-    from clusterddp.plan.plan import plan_run
+    from clusterddp.planning.placement import Request
+    from clusterddp.planning.plan import plan_run
 
     place = Path.cwd() if working_dir is None else Path(working_dir)
     request = Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ)
@@ -201,8 +201,8 @@ def submit(
 
     Raises: ClusterddpError: nothing was started.
     """
-    from clusterddp.plan.plan import Plan
-    from clusterddp.submit.submit import submit as carry_out
+    from clusterddp.planning.plan import Plan
+    from clusterddp.submission.submit import submit as carry_out
 
     if isinstance(spec, Plan):
         if overrides or args or kwargs or base or profile or hosts or runs_dir:

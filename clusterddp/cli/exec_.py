@@ -41,7 +41,7 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
     """
     from clusterddp.places.registry import launcher_named
     from clusterddp.places.slurm.commands import slurm_environment
-    from clusterddp.plan.processes import python_path
+    from clusterddp.planning.processes import python_path
     from clusterddp.run.record import read_run
 
     run = RunDir(find_run(runs_dir, name).path.absolute())

@@ -65,7 +65,7 @@ class Selection:
 
         Raises: UsageError: the run is on Slurm.
         """
-        from clusterddp.plan.ssh import HostAccess
+        from clusterddp.planning.ssh import HostAccess
         from clusterddp.spec.hosts import expand_all
         from clusterddp.view.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
 

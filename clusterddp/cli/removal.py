@@ -56,7 +56,7 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.host_run import HostRun
-    from clusterddp.plan.ssh import HostAccess
+    from clusterddp.planning.ssh import HostAccess
 
 _HOSTS_TIMEOUT_S = 6.0
 """How long the hosts of runs that have not ended may take to answer."""

@@ -195,8 +195,8 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, output: str,
 @click.pass_obj
 def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: str, runs_dir: Path) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
-    from clusterddp.submit.cancel import cancel as cancel_run
-    from clusterddp.submit.sweep_array import cancel_sweep
+    from clusterddp.submission.cancel import cancel as cancel_run
+    from clusterddp.submission.sweep_array import cancel_sweep
 
     exit_code = 0
     results: list[dict[str, str | None]] = []
@@ -233,7 +233,7 @@ COMMANDS = {"status": status, "logs": logs, "wait": wait, "cancel": cancel}
 def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str]) -> RunStatus:
     """Read the run's status; of a run that has ended, after its results are copied back."""
     from clusterddp.cli.report import write_fetched_report
-    from clusterddp.submit.notices import send_left
+    from clusterddp.submission.notices import send_left
     from clusterddp.view.status import read_status
 
     sync.update()

@@ -49,11 +49,11 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
 
     Ctrl-C ends the run.
     """
-    from clusterddp.plan.placement import Request
-    from clusterddp.plan.plan import plan_run
+    from clusterddp.planning.placement import Request
+    from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import load_spec
-    from clusterddp.submit.cancel import cancel
-    from clusterddp.submit.submit import submit
+    from clusterddp.submission.cancel import cancel
+    from clusterddp.submission.submit import submit
 
     resolved = load_spec(read_template("demo.yaml"), environ=terminal.environ, whole=True)
     plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ))

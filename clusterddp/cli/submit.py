@@ -37,8 +37,8 @@ from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.plan.plan import Plan
-    from clusterddp.plan.program import Trial
+    from clusterddp.planning.plan import Plan
+    from clusterddp.planning.program import Trial
     from clusterddp.spec.load import ResolvedSpec
 
 
@@ -156,7 +156,7 @@ def resume(
 
     With the name of a sweep: continue what is left of it, in its queue.
     """
-    from clusterddp.submit.submit import resume as resume_run
+    from clusterddp.submission.submit import resume as resume_run
     from clusterddp.view.status import may_have_saved
 
     sweep = find_sweep(options.runs_dir, name)
@@ -204,8 +204,8 @@ def _plan(
     parent: str | None = None,
     trial: Trial | None = None,
 ) -> Plan:
-    from clusterddp.plan.placement import Request
-    from clusterddp.plan.plan import plan_run
+    from clusterddp.planning.placement import Request
+    from clusterddp.planning.plan import plan_run
 
     request = Request(
         runs_dir=options.runs_dir,
@@ -238,7 +238,7 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, or submit it and stay with the run as long as the options say; return the exit code."""
     if options.dry_run:
         return _show(plan, terminal, options)
-    from clusterddp.submit.submit import submit as submit_plan
+    from clusterddp.submission.submit import submit as submit_plan
 
     for note in plan.notes:
         say_note(note)

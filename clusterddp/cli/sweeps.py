@@ -22,15 +22,15 @@ from clusterddp.errors import ClusterddpError, PreflightError
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.run.state import RunView
 from clusterddp.run.sweep import SweepDir
-from clusterddp.submit.notices import PATIENCE_S, send_left_of_sweep
+from clusterddp.submission.notices import PATIENCE_S, send_left_of_sweep
 from clusterddp.system.units import format_count
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.cli.arguments import StartOptions
     from clusterddp.spec.sweep import SweepSpec
-    from clusterddp.submit.sweep_plan import SweepPlan
-    from clusterddp.submit.sweep_queue import SubmittedSweep
+    from clusterddp.submission.sweep_plan import SweepPlan
+    from clusterddp.submission.sweep_queue import SubmittedSweep
     from clusterddp.view.sweep import SweepStatus
 
 _POLL_INTERVAL_S = 1.0
@@ -41,8 +41,8 @@ _LINE_INTERVAL_S = 60.0
 
 def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.submit.sweep_array import submit_sweep
-    from clusterddp.submit.sweep_plan import plan_sweep
+    from clusterddp.submission.sweep_array import submit_sweep
+    from clusterddp.submission.sweep_plan import plan_sweep
 
     if options.attach:
         raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
@@ -58,7 +58,7 @@ def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
 
 def resume(sweep: SweepDir, terminal: Terminal, options: StartOptions) -> int:
     """Continue the unfinished runs of a sweep, and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.submit.sweep_queue import resume_sweep
+    from clusterddp.submission.sweep_queue import resume_sweep
 
     _refuse_follow(options)
     return _stay_with(resume_sweep(sweep), terminal, options, verb="resumed")

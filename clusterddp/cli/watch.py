@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from clusterddp.places.base import Closeable
     from clusterddp.run.directory import RunDir
     from clusterddp.run.state import RunView
-    from clusterddp.submit.submit import Submitted
+    from clusterddp.submission.submit import Submitted
     from clusterddp.view.progress import Progress
     from clusterddp.view.status import RunStatus
     from clusterddp.view.sweep import SweepStatus
@@ -74,7 +74,7 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
 @contextlib.contextmanager
 def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
     """Let the run end with this command, however that ends."""
-    from clusterddp.submit.cancel import cancel
+    from clusterddp.submission.cancel import cancel
 
     try:
         yield
@@ -195,7 +195,7 @@ def _states_until_ended(read: Callable[[], _State], *, pauses: float, only_chang
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
     """Copy the results back, print how the run ended, and return its exit code."""
     from clusterddp.cli.report import write_fetched_report
-    from clusterddp.submit.notices import PATIENCE_S, send_left
+    from clusterddp.submission.notices import PATIENCE_S, send_left
     from clusterddp.view.status import find_job_log
 
     fetched = sync.download()

@@ -155,7 +155,7 @@ def _be_node(
 def _stay_with(carried: Carried, terminal: Terminal, runs_dir: Path) -> int:
     """Show how the run goes on until it has ended; its notes and the output of rank 0 on node 0 only."""
     from clusterddp.run.record import WORKER, read_run
-    from clusterddp.submit.submit import Submitted
+    from clusterddp.submission.submit import Submitted
     from clusterddp.system.files import read_json
 
     signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost

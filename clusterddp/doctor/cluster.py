@@ -17,9 +17,9 @@ from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
 from clusterddp.places.slurm.cluster import Cluster, Partition, read_cluster
 from clusterddp.places.slurm.first_spec import choose_partition, consequences, time_text, why_not
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import plan_run
-from clusterddp.plan.processes import process_environment
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import plan_run
+from clusterddp.planning.processes import process_environment
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec

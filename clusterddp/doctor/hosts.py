@@ -26,8 +26,8 @@ from clusterddp.places.ssh.launcher import ask_hosts, needs_of
 from clusterddp.places.ssh.network import GangNetwork, examine_network
 from clusterddp.places.ssh.session import Reply, Session
 from clusterddp.places.ssh.sessions import HostSessions, ask_all, errors_of, try_host_sessions
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import Plan, plan_run
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.leftovers import RunHere
 from clusterddp.system.units import format_bytes
 

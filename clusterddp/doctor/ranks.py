@@ -16,13 +16,13 @@ from clusterddp.api import Run
 from clusterddp.errors import PreflightError
 from clusterddp.facts.checks import Check
 from clusterddp.facts.deep_check import Finding, judge_hang, judge_ranks, judge_transports, read_findings
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import Plan, plan_run
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.state import RunState
-from clusterddp.submit.submit import submit
+from clusterddp.submission.submit import submit
 
 if TYPE_CHECKING:
-    from clusterddp.plan.program import Trial
+    from clusterddp.planning.program import Trial
     from clusterddp.spec.load import ResolvedSpec
 
 _RUN_S = 900.0

@@ -8,7 +8,7 @@ from string import Template
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.plan.slurm import memory_text
+from clusterddp.planning.slurm import memory_text
 from clusterddp.system.templates import read_template
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
     from clusterddp.places.ssh.sync import Synchroniser
-    from clusterddp.plan.plan import Plan
+    from clusterddp.planning.plan import Plan
     from clusterddp.run.directory import AttemptDir, RunDir
     from clusterddp.run.record import RankRecord, RunRecord
     from clusterddp.run.state import Answer, Records

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.plan.plan import Plan, plan_json, rename_plan
-from clusterddp.plan.program import choose_snapshot
+from clusterddp.planning.plan import Plan, plan_json, rename_plan
+from clusterddp.planning.program import choose_snapshot
 from clusterddp.run.attempts import make_attempt
 from clusterddp.run.code import replace_link, store_of, write_snapshot
 from clusterddp.run.directory import STAGING_PREFIX, SWEEP_RECORD, RunDir

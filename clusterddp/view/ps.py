@@ -13,8 +13,8 @@ from typing import Any
 
 from clusterddp.errors import NonsenseError, SshError
 from clusterddp.places.ssh.sessions import Opener, SessionPool, Work
-from clusterddp.plan.plan import read_plan_json
-from clusterddp.plan.ssh import HostAccess, SshPlan
+from clusterddp.planning.plan import read_plan_json
+from clusterddp.planning.ssh import HostAccess, SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run

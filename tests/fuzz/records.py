@@ -104,7 +104,7 @@ def _failed(runs_dir: Path) -> Path:
 def _on_hosts(runs_dir: Path) -> Path:
     """Make a run over SSH whose plan has no seal: its hosts are not asked."""
     from clusterddp.places.ssh.reports import HostReport, start_of, write_reports
-    from clusterddp.plan.ssh import SshNode, SshPlan
+    from clusterddp.planning.ssh import SshNode, SshPlan
 
     run = make_run(runs_dir, "hosts")
     record = dataclasses.replace(read_run(run), launcher="ssh")

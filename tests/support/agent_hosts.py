@@ -20,8 +20,8 @@ from typing import Any
 from clusterddp.errors import SshError
 from clusterddp.places.ssh.session import Reply, Session
 from clusterddp.places.ssh.sync import Synchroniser
-from clusterddp.plan.seal import sealed
-from clusterddp.plan.ssh import HostAccess, SshNode, SshPlan, directory_name
+from clusterddp.planning.seal import sealed
+from clusterddp.planning.ssh import HostAccess, SshNode, SshPlan, directory_name
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run

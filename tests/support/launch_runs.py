@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import Plan, plan_run
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.cleanup import find_processes, read_cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run

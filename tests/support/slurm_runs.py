@@ -20,7 +20,7 @@ from tests.testbed.rack import Rack
 START = """
 import sys
 from pathlib import Path
-from clusterddp.submit.submit import start_attempt
+from clusterddp.submission.submit import start_attempt
 from clusterddp.run.directory import RunDir
 print(start_attempt(RunDir(Path(sys.argv[1])), 0).job_id)
 """

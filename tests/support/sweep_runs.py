@@ -9,7 +9,7 @@ from pathlib import Path
 from clusterddp.run.directory import RunDir
 from clusterddp.run.sweep import SweepDir
 from clusterddp.spec.sweep import load_sweep
-from clusterddp.submit.sweep_plan import SweepPlan, plan_sweep
+from clusterddp.submission.sweep_plan import SweepPlan, plan_sweep
 from tests.support.person import Person
 from tests.support.slurm_runs import environment
 from tests.testbed.rack import Rack

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, cast
 from clusterddp.cli.login_node.record import AT_LOGIN
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
 from clusterddp.places.ssh.session import NO_PACKAGE, package, ssh_argv
-from clusterddp.plan.program import absent_notes, plan_program
-from clusterddp.plan.ssh import HostAccess, constant_command
+from clusterddp.planning.program import absent_notes, plan_program
+from clusterddp.planning.ssh import HostAccess, constant_command
 from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
 from clusterddp.system.archive import Archive

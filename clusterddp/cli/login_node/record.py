@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.plan.seal import is_sealed, seal
+from clusterddp.planning.seal import is_sealed, seal
 from clusterddp.run.find import created_ns, list_places, list_runs
 from clusterddp.system.files import read_record, write_json, write_text
 

@@ -20,8 +20,8 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.ask import Verdict
-    from clusterddp.plan.plan import Plan
-    from clusterddp.plan.ssh import SshNode, SshPlan
+    from clusterddp.planning.plan import Plan
+    from clusterddp.planning.ssh import SshNode, SshPlan
     from clusterddp.run.gang import Entry
 
 _MASK = "********"
@@ -48,7 +48,7 @@ def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
     """
     scheduler = {"scheduler": dataclasses.asdict(verdict)} if verdict else {}
     if plan.ssh:
-        from clusterddp.plan.plan import plan_on_hosts
+        from clusterddp.planning.plan import plan_on_hosts
 
         plan = plan_on_hosts(plan)
     return json.loads(json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK))
@@ -72,7 +72,7 @@ def verdict_lines(verdict: Verdict | None, *, verbose: bool, columns: int | None
 def plan_lines(plan: Plan, *, verbose: bool, columns: int | None = None) -> list[str]:
     """Write what a submit would do: on one screen, or with all values, variables, files and commands."""
     if plan.ssh:
-        from clusterddp.plan.plan import plan_on_hosts
+        from clusterddp.planning.plan import plan_on_hosts
 
         plan = plan_on_hosts(plan)
     more = "" if verbose else "; -v shows all of it"
@@ -140,7 +140,7 @@ def ssh_table(plan: Plan) -> list[str]:
 
 def ssh_lines(plan: Plan) -> list[str]:
     """Write which files are made and which commands run on the hosts."""
-    from clusterddp.plan.plan import files_on_hosts
+    from clusterddp.planning.plan import files_on_hosts
 
     assert plan.ssh is not None
     names = [node.host for node in plan.ssh.hosts]

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.base import Report, Started, no_report
 from clusterddp.places.local.task import BEGUN, GPUS_TAKEN
-from clusterddp.plan.placement import GpusInUseError, assign_gpus, place_here
-from clusterddp.plan.plan import move_plan, plan_json, read_plan
-from clusterddp.plan.processes import EXEC_MODULE, launcher_command, process_environment
+from clusterddp.planning.placement import GpusInUseError, assign_gpus, place_here
+from clusterddp.planning.plan import move_plan, plan_json, read_plan
+from clusterddp.planning.processes import EXEC_MODULE, launcher_command, process_environment
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising
 from clusterddp.run.directory import AttemptDir, RunDir
@@ -33,7 +33,7 @@ from clusterddp.system.files import read_tail, write_json
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
     from clusterddp.places.ssh.sync import Synchroniser
-    from clusterddp.plan.plan import Plan
+    from clusterddp.planning.plan import Plan
 
 _TRIES = 5
 """How often another run may take a GPU between our look and our lease."""

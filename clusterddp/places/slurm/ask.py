@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from clusterddp.errors import SlurmError
 from clusterddp.places.slurm.commands import call_slurm
-from clusterddp.plan.slurm import SlurmPlan
+from clusterddp.planning.slurm import SlurmPlan
 
 _START = re.compile(r"to start at (\S+) (?:a )?using (\d+) processors on nodes (\S+)(?: in partition (\S+))?")
 """Slurm 26.05 has an `a` before `using`."""

@@ -11,7 +11,7 @@ import submitit
 
 from clusterddp.errors import SlurmError
 from clusterddp.places.slurm.commands import call_slurm
-from clusterddp.plan.slurm import SCRIPT, SlurmPlan
+from clusterddp.planning.slurm import SCRIPT, SlurmPlan
 
 SBATCH_TIMEOUT_S = 120.0
 """How long sbatch may take: it retries by itself while the controller is busy."""

@@ -18,10 +18,10 @@ from clusterddp.places.slurm.explain import advise_refusal
 from clusterddp.places.slurm.find_job import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
 from clusterddp.places.slurm.queue import Phase, Slurm
 from clusterddp.places.slurm.state import ask_slurm
-from clusterddp.plan.plan import Plan, move_plan, read_plan
-from clusterddp.plan.processes import EXEC_MODULE, python_path, travelling_variables
-from clusterddp.plan.program import TRAINER
-from clusterddp.plan.slurm import IMPORT_PATH, find_dependency, without_waiting
+from clusterddp.planning.plan import Plan, move_plan, read_plan
+from clusterddp.planning.processes import EXEC_MODULE, python_path, travelling_variables
+from clusterddp.planning.program import TRAINER
+from clusterddp.planning.slurm import IMPORT_PATH, find_dependency, without_waiting
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_tag
 from clusterddp.run.record import (

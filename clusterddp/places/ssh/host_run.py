@@ -24,7 +24,7 @@ from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.plan.ssh import HostAccess, SshNode, SshPlan
+    from clusterddp.planning.ssh import HostAccess, SshNode, SshPlan
 
 Listed = tuple[int, int]
 """A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""
@@ -149,8 +149,8 @@ def find_host_runs(run: RunDir, report: Report = no_report) -> list[tuple[HostAc
         record = read_run(run)
         if record.launcher != "ssh" or is_foreign(run):
             return []
-        from clusterddp.plan.plan import read_plan_json
-        from clusterddp.plan.ssh import SshPlan
+        from clusterddp.planning.plan import read_plan_json
+        from clusterddp.planning.ssh import SshPlan
 
         plan = read_plan_json(run)
         ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
@@ -339,7 +339,7 @@ def _facts(reports: Mapping[str, HostReport]) -> dict[str, HostReport]:
 
 
 def _host_run(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang: Gang) -> HostRun:
-    from clusterddp.plan.ssh import directory_name
+    from clusterddp.planning.ssh import directory_name
 
     slots = [slot for slot in gang.nodes if slot.host == node.host]
     return HostRun(

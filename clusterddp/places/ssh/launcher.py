@@ -25,11 +25,11 @@ from clusterddp.places.ssh.session import Reply, Session, ssh_argv
 from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, ask_all, each, open_host_sessions
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.ssh.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
-from clusterddp.plan.placement import GpusInUseError
-from clusterddp.plan.plan import Plan, move_plan, plan_json, read_plan
-from clusterddp.plan.processes import EXEC_MODULE
-from clusterddp.plan.program import TRAINER
-from clusterddp.plan.ssh import directory_name
+from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.planning.processes import EXEC_MODULE
+from clusterddp.planning.program import TRAINER
+from clusterddp.planning.ssh import directory_name
 from clusterddp.run.call import different_python, read_origin
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
@@ -42,7 +42,7 @@ from clusterddp.system.gpu_lease import spell_busy
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
     from clusterddp.places.ssh.sessions import HostSessions
-    from clusterddp.plan.plan import Plan
+    from clusterddp.planning.plan import Plan
     from clusterddp.run.directory import AttemptDir
     from clusterddp.run.state import Answer, Records
 

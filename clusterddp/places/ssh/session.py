@@ -24,7 +24,7 @@ import clusterddp
 from clusterddp.errors import NonsenseError, SshError
 from clusterddp.places.ssh.agent.operations import HELLO, OPERATIONS
 from clusterddp.places.ssh.connections import Connection
-from clusterddp.plan.ssh import HostAccess, constant_command
+from clusterddp.planning.ssh import HostAccess, constant_command
 from clusterddp.system.templates import list_templates
 from clusterddp.wire import build, read_object
 

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.places.ssh.connections import AT_ONCE, EACH_S, Connector, Fan, connect_all
 from clusterddp.places.ssh.session import Reply, Session, start_session
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 
 if TYPE_CHECKING:
-    from clusterddp.plan.plan import Plan
+    from clusterddp.planning.plan import Plan
 
 HEARTBEAT_INTERVAL_S = 2.0
 _HEARTBEAT_ANSWER_S = 60.0

@@ -37,7 +37,7 @@ from clusterddp.run.directory import RunDir
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.sessions import Open, SessionPool, Work
-    from clusterddp.plan.ssh import HostAccess
+    from clusterddp.planning.ssh import HostAccess
 
 FIRST_ANSWER_S = 12.0
 """How long the first answers may take; they include the time to connect."""

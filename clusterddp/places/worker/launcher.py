@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.plan.processes import EXEC_MODULE
+from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import AttemptEnd, RootCause, failed_by, read_error_file, spell_end
 from clusterddp.run.cleanup import end_run_here, find_processes

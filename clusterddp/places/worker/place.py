@@ -32,7 +32,7 @@ from clusterddp.network.port import walk_ports
 from clusterddp.network.rendezvous.handshake import JOIN_KEY
 from clusterddp.network.socket_links import faster_networks, report_links
 from clusterddp.places.worker.meeting import Hello, Met, Seat, digest_spec
-from clusterddp.plan.prerequisites import check_secrets
+from clusterddp.planning.prerequisites import check_secrets
 from clusterddp.ranks.environment import Variable
 from clusterddp.ranks.launched import ask_pmi
 

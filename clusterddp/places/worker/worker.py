@@ -40,12 +40,12 @@ from clusterddp.places.worker.place import (
     decide_networks,
     group_by_host,
 )
-from clusterddp.plan.placement import Placement, Request, read_machine
-from clusterddp.plan.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
-from clusterddp.plan.prerequisites import check_trainer
-from clusterddp.plan.processes import process_environment, python_path, rank_command
-from clusterddp.plan.program import with_absolute_paths
-from clusterddp.plan.ssh import plan_ssh_placement
+from clusterddp.planning.placement import Placement, Request, read_machine
+from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
+from clusterddp.planning.prerequisites import check_trainer
+from clusterddp.planning.processes import process_environment, python_path, rank_command
+from clusterddp.planning.program import with_absolute_paths
+from clusterddp.planning.ssh import plan_ssh_placement
 from clusterddp.ranks.environment import ALONE, COOKIE, GPU, NCCL_VARIABLES, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
 from clusterddp.run.attempts import adopt, make_attempt, parse_end, write_end

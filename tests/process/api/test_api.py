@@ -103,7 +103,7 @@ def test_importing_the_package_loads_nothing_of_it_and_asking_for_a_name_does() 
 
 def test_ending_a_run_loads_neither_the_spec_nor_submitit() -> None:
     code = (
-        "import sys, clusterddp.submit.submit;"
+        "import sys, clusterddp.submission.submit;"
         "heavy = {'torch', 'submitit', 'pydantic', 'yaml', 'rich', 'numpy'} & set(sys.modules); assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -112,7 +112,7 @@ def test_ending_a_run_loads_neither_the_spec_nor_submitit() -> None:
 @pytest.mark.parametrize("module", ["clusterddp.places.local.task", "clusterddp.places.slurm.batch"])
 def test_what_carries_a_run_loads_no_part_that_plans_it(module: str) -> None:
     code = (
-        f"import sys, {module}; parts = ('clusterddp.plan', 'clusterddp.spec', 'pydantic', 'yaml', 'submitit');"
+        f"import sys, {module}; parts = ('clusterddp.planning', 'clusterddp.spec', 'pydantic', 'yaml', 'submitit');"
         "heavy = [name for name in sys.modules if name.startswith(parts)]; assert not heavy, heavy"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
@@ -125,7 +125,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_processes_of_a_run_find_a_package_that_is_not_installed(tmp_path: Path) -> None:
     code = (
-        "import sys; from clusterddp.plan.processes import process_environment;"
+        "import sys; from clusterddp.planning.processes import process_environment;"
         "sys.path = [path for path in sys.path if 'site-packages' not in path];"
         "print(process_environment('t.task', {'PYTHONPATH': 'x'})['PYTHONPATH'])"
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import clusterddp
-from clusterddp.plan.program import TRAINER
+from clusterddp.planning.program import TRAINER
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry
 from clusterddp.system.files import read_json

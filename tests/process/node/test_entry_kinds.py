@@ -19,8 +19,8 @@ from clusterddp.run.attempts import RootCause, read_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
-from clusterddp.submit.cancel import HOW_TO_STOP, cancel
-from clusterddp.submit.submit import submit, wait
+from clusterddp.submission.cancel import HOW_TO_STOP, cancel
+from clusterddp.submission.submit import submit, wait
 from clusterddp.view.status import read_status
 from tests.support.launch_runs import git, plan_text, processes_of, wait_for_ranks
 from tests.support.waiting import wait_until

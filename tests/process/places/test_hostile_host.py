@@ -21,7 +21,7 @@ from clusterddp.places.ssh.network import probe_network
 from clusterddp.places.ssh.reports import read_reports
 from clusterddp.places.ssh.session import Session
 from clusterddp.places.ssh.sessions import SessionPool
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 from clusterddp.system.files import write_json
 from clusterddp.view.ps import Hosts
 from tests.support.agent_hosts import Connection, make_channel, running_hosts

@@ -21,8 +21,8 @@ from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_ranks, read_run
 from clusterddp.run.state import RunState, RunView
-from clusterddp.submit.cancel import cancel
-from clusterddp.submit.submit import Submitted, resume, submit, wait
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import Submitted, resume, submit, wait
 from clusterddp.system.processes import Process, read_command
 from tests.support.launch_runs import (
     HELLO,

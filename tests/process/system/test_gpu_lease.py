@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import PreflightError
-from clusterddp.plan.placement import read_machine
+from clusterddp.planning.placement import read_machine
 from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
 from clusterddp.run.state import RunState
-from clusterddp.submit.cancel import cancel
-from clusterddp.submit.submit import resume, submit, wait
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import resume, submit, wait
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.gpu_lease import Lease, busy_gpus, read_leases, spell_busy, take_leases
 from tests.support.fake_gpus import FakeGpus

@@ -32,7 +32,7 @@ import json, os, sys
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.network import choose, probe_network, settle_network
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 from clusterddp.places.ssh.sessions import open_sessions
 accesses = [HostAccess(host=host) for host in sys.argv[1:]]
 sessions = open_sessions(accesses, environ=os.environ)

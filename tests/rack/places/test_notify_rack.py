@@ -7,7 +7,7 @@ import json
 import pytest
 
 from clusterddp.places.state import read_state
-from clusterddp.submit.notices import send_left
+from clusterddp.submission.notices import send_left
 from clusterddp.system.files import read_json, read_jsonl
 from tests.support.launch_runs import HELLO
 from tests.support.slurm_runs import await_final_end, environment, make_slurm_run, start_run

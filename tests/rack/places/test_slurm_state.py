@@ -268,7 +268,7 @@ import os, sys
 from pathlib import Path
 import clusterddp.places.slurm.launcher
 from clusterddp.errors import ClusterddpError
-from clusterddp.submit.cancel import cancel
+from clusterddp.submission.cancel import cancel
 from clusterddp.run.directory import RunDir
 from clusterddp.places.state import read_state
 os.setgroups([])

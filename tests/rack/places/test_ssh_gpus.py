@@ -27,7 +27,7 @@ LAUNCHER = """
 import contextlib, json, os, sys
 from clusterddp.errors import PreflightError
 from clusterddp.places.ssh.launcher import lease_gpus
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 from clusterddp.places.ssh.sessions import open_sessions
 order = json.loads(sys.argv[1])
 names = [name.split()[0] for name in order["gpus"]]

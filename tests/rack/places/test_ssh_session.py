@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.places.ssh.session import package
-from clusterddp.plan.ssh import constant_command
+from clusterddp.planning.ssh import constant_command
 from tests.support.paths import ROOT
 from tests.support.ssh_person import SshPerson
 from tests.support.waiting import wait_until
@@ -25,7 +25,7 @@ CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
 from clusterddp.places.ssh.session import Session
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 from clusterddp.places.ssh.sessions import open_sessions
 accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]
 found = {}

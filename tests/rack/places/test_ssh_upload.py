@@ -29,7 +29,7 @@ import json, os, sys, time
 from pathlib import Path
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.upload import upload_run
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 from clusterddp.places.ssh.sessions import open_sessions
 order = json.loads(sys.argv[1])
 code = Path(order["run"]) / "code"

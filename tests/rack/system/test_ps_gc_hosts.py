@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.plan.ssh import SshNode, SshPlan
+from clusterddp.planning.ssh import SshNode, SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, write_run
 from clusterddp.system.files import write_json
@@ -30,7 +30,7 @@ SLEEPER = ("sleep", "600")
 LOSES_ITS_CONNECTION = """
 import os, sys
 from clusterddp.view.ps import Hosts
-from clusterddp.plan.ssh import HostAccess
+from clusterddp.planning.ssh import HostAccess
 access = HostAccess(host="node1")
 with Hosts([access], os.environ) as hosts:
     hosts.look()
@@ -194,7 +194,7 @@ def person_environment() -> dict[str, str]:
 
 SEAL = """
 import json, pathlib
-from clusterddp.plan.seal import sealed
+from clusterddp.planning.seal import sealed
 path = pathlib.Path({path!r})
 path.write_text(json.dumps(sealed(json.loads(path.read_text()))))
 """

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.plan.plan import ADJECTIVES, ANIMALS
+from clusterddp.planning.plan import ADJECTIVES, ANIMALS
 from tests.support.paths import JOBS, ROOT
 
 SCRIPT = "name: mine\nlauncher: {launcher}\nentry:\n  script: train.py\n  args: [--lr, '0.1']\n"

@@ -13,8 +13,8 @@ import pytest
 from clusterddp.places.slurm.cluster import Association, Cluster, Partition, User, parse_gpus, read_cluster
 from clusterddp.places.slurm.control import read_duration_s
 from clusterddp.places.slurm.first_spec import fill_in
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import plan_run
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import plan_run
 from clusterddp.spec.load import load_spec
 from clusterddp.system.templates import read_template
 from tests.support.paths import ROOT

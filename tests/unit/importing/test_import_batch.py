@@ -10,7 +10,7 @@ import pytest
 from clusterddp.errors import UsageError
 from clusterddp.importing.files import Findings
 from clusterddp.importing.reading import Imported, import_files
-from clusterddp.plan.slurm import choose_options
+from clusterddp.planning.slurm import choose_options
 from clusterddp.spec.load import load_spec
 
 HEAD = "#!/bin/bash\n#SBATCH -J job -N 2 --ntasks-per-node=1 --gres=gpu:4 -c 32 -t 1:00:00\n"

@@ -14,12 +14,12 @@ import pytest
 from clusterddp.doctor.cluster import check_plan
 from clusterddp.errors import PreflightError
 from clusterddp.places.slurm.launcher import SlurmLauncher
-from clusterddp.plan import prerequisites
-from clusterddp.plan.plan import Plan
-from clusterddp.plan.prerequisites import storage_notes
+from clusterddp.planning import prerequisites
+from clusterddp.planning.plan import Plan
+from clusterddp.planning.prerequisites import storage_notes
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.train import NAMES, is_there
-from clusterddp.submit.submit import submit
+from clusterddp.submission.submit import submit
 from clusterddp.system.storage import Mount
 from tests.support.launch_runs import plan_text
 
@@ -43,7 +43,7 @@ def test_a_job_whose_data_are_absent_is_refused_before_anything_is_made(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Torch of the tests is for the CPU, which is refused first; that is not asked here."""
-    monkeypatch.setattr("clusterddp.submit.submit.check_trainer", lambda gang, *, elsewhere: None)
+    monkeypatch.setattr("clusterddp.submission.submit.check_trainer", lambda gang, *, elsewhere: None)
     (tmp_path / "sets").mkdir()
     planned = plan(tmp_path, f"{{dataset: cifar10, data_dir: {tmp_path}/sets}}")
     with pytest.raises(

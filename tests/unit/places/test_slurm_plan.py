@@ -17,10 +17,10 @@ from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError,
 from clusterddp.places.slurm.ask import ask_scheduler
 from clusterddp.places.slurm.launcher import SlurmLauncher, write_variables
 from clusterddp.places.staging import make_run
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import Plan, move_plan, plan_run, rename_plan
-from clusterddp.plan.prerequisites import check_trainer
-from clusterddp.plan.slurm import _TASK, Options, memory_text, without_waiting
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
+from clusterddp.planning.prerequisites import check_trainer
+from clusterddp.planning.slurm import _TASK, Options, memory_text, without_waiting
 from clusterddp.run.attempts import AttemptEnd, end_run
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_tag, tag_of

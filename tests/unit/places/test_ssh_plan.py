@@ -10,9 +10,9 @@ import pytest
 
 from clusterddp.cli.text.plan import masked_plan, plan_lines
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import Plan, move_plan, plan_on_hosts, plan_run, rename_plan
-from clusterddp.plan.ssh import SshPlan
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import Plan, move_plan, plan_on_hosts, plan_run, rename_plan
+from clusterddp.planning.ssh import SshPlan
 from clusterddp.spec.load import load_spec
 from tests.support.launch_runs import git, plan_text
 from tests.support.paths import ROOT

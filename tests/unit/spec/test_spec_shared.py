@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import SpecError
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import plan_changed, plan_run
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import plan_changed, plan_run
 from clusterddp.spec.layers import ALLOWED, find_project_file, read_shared_files
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import JobSpec, json_schema

@@ -19,7 +19,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.stop import request_stop
-from clusterddp.submit.submit import CANCELLED_IN_QUEUE, record_end, wait
+from clusterddp.submission.submit import CANCELLED_IN_QUEUE, record_end, wait
 from clusterddp.system.files import is_file, write_json
 from clusterddp.system.gpu_lease import user_name
 

@@ -15,11 +15,11 @@ from clusterddp.cli.login_node.record import SentRun, list_sent_runs, write_sent
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.ssh.host_run import find_host_runs
 from clusterddp.places.staging import make_run
-from clusterddp.plan.plan import read_plan
-from clusterddp.plan.seal import is_sealed, key_path, seal
+from clusterddp.planning.plan import read_plan
+from clusterddp.planning.seal import is_sealed, key_path, seal
 from clusterddp.run.code import store_of
 from clusterddp.run.directory import RunDir
-from clusterddp.submit.submit import refuse_foreign
+from clusterddp.submission.submit import refuse_foreign
 from clusterddp.system.files import read_json, write_json
 from clusterddp.view.ps import accesses_of
 from tests.support.launch_runs import git, plan_text

@@ -10,7 +10,7 @@ import pytest
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.state import RunState
-from clusterddp.submit.submit import resume, submit, wait
+from clusterddp.submission.submit import resume, submit, wait
 from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git, plan_script
 from tests.support.waiting import PATIENCE

@@ -1,4 +1,4 @@
-"""The queue of a sweep without Slurm: `python -m clusterddp.submit.sweep_queue SWEEP_DIR` starts its runs and waits.
+"""The queue of a sweep without Slurm: `python -m clusterddp.submission.sweep_queue SWEEP_DIR` starts its runs.
 
 The runs do not depend on the queue, which may be killed at any time; the runs that it has not started then wait for the
 next queue of the sweep. A run whose GPUs are in use keeps its place in the queue.
@@ -27,18 +27,18 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.base import Report, no_report
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
-from clusterddp.plan.placement import GpusInUseError
-from clusterddp.plan.plan import read_plan
-from clusterddp.plan.prerequisites import check_secrets, check_trainer
-from clusterddp.plan.processes import process_environment, queue_command
+from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.plan import read_plan
+from clusterddp.planning.prerequisites import check_secrets, check_trainer
+from clusterddp.planning.processes import process_environment, queue_command
 from clusterddp.ranks.environment import COOKIE, inherited_environment
 from clusterddp.run.attempts import cancelled, claim, end_queued, end_run, final_end, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, write_queue, write_sweep
-from clusterddp.submit.cancel import cancel
-from clusterddp.submit.submit import (
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,
     clear_away,
     give_up_start,
@@ -47,7 +47,7 @@ from clusterddp.submit.submit import (
     record_end,
     start_attempt,
 )
-from clusterddp.submit.sweep_plan import queue_width, take_back
+from clusterddp.submission.sweep_plan import queue_width, take_back
 from clusterddp.system.files import is_file, read_tail, write_json
 from clusterddp.system.processes import read_process
 from clusterddp.system.storage import retry_outage

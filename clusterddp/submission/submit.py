@@ -16,9 +16,9 @@ from clusterddp.places.registry import launcher_named, starter_named
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
-from clusterddp.plan.placement import GpusInUseError
-from clusterddp.plan.plan import Plan, move_plan, plan_json, read_plan
-from clusterddp.plan.prerequisites import check_secrets, check_trainer
+from clusterddp.planning.placement import GpusInUseError
+from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_next_attempt
 from clusterddp.run.directory import RunDir
@@ -211,7 +211,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str]
     """
     plan = changed = read_plan(run)
     if overrides:
-        from clusterddp.plan.plan import plan_changed
+        from clusterddp.planning.plan import plan_changed
 
         changed = plan_changed(plan, run.spec, overrides, environ)
     starter = starter_named(plan.launcher, environ, run=run.name)

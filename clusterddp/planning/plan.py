@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.plan import slurm as slurm_place
-from clusterddp.plan import ssh as ssh_plan
-from clusterddp.plan.placement import Request, place_local, with_one_process_each
-from clusterddp.plan.prerequisites import refuse_unplannable, secret_notes
-from clusterddp.plan.processes import launcher_command, rank_command
-from clusterddp.plan.program import (
+from clusterddp.planning import slurm as slurm_place
+from clusterddp.planning import ssh as ssh_plan
+from clusterddp.planning.placement import Request, place_local, with_one_process_each
+from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes
+from clusterddp.planning.processes import launcher_command, rank_command
+from clusterddp.planning.program import (
     filled_in,
     move_entry,
     notes_on_outputs,
@@ -25,9 +25,9 @@ from clusterddp.plan.program import (
     plan_trial_entry,
     with_absolute_paths,
 )
-from clusterddp.plan.seal import hint, is_granted, sealed
-from clusterddp.plan.slurm import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
-from clusterddp.plan.ssh import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
+from clusterddp.planning.seal import hint, is_granted, sealed
+from clusterddp.planning.slurm import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
+from clusterddp.planning.ssh import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
 from clusterddp.run.call import PYTHON
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Notify

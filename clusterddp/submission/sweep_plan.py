@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import UsageError
 from clusterddp.places.slurm.cluster import check_array_size
 from clusterddp.places.staging import put_in_place, staged
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import Plan, choose_run_name, move_plan, plan_run
-from clusterddp.plan.processes import queue_command
-from clusterddp.plan.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
-from clusterddp.plan.slurm import SCRIPT, SlurmPlan, sbatch_argv
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_run
+from clusterddp.planning.processes import queue_command
+from clusterddp.planning.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
+from clusterddp.planning.slurm import SCRIPT, SlurmPlan, sbatch_argv
 from clusterddp.run.code import CodeCopy, is_too_much, plan_copy, replace_link, store_of, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name, job_tag
@@ -34,7 +34,7 @@ from clusterddp.system.directories import remove_directory
 from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
-    from clusterddp.plan.plan import Plan
+    from clusterddp.planning.plan import Plan
     from clusterddp.run.code import SnapshotPlan
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
@@ -317,7 +317,7 @@ def _plan_copies(sweep: SweepDir, plan: SweepPlan, snapshot: SnapshotPlan) -> Co
 
 def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str], copy: CodeCopy | None) -> None:
     """Write one run as `submission.staging.make_run` does, without syncs, and with links to the shared files."""
-    from clusterddp.plan.plan import plan_json
+    from clusterddp.planning.plan import plan_json
 
     run = RunDir(sweep.path / plan.run)
     attempt = run.attempt(0)

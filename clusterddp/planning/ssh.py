@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.plan.placement import Placement, Request
+from clusterddp.planning.placement import Placement, Request
 from clusterddp.run.gang import Node
 from clusterddp.system.templates import read_template
 from clusterddp.wire import build

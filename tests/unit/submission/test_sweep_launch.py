@@ -17,16 +17,16 @@ import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.places.slurm.cluster import array_limits
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import Plan, move_plan, plan_run
-from clusterddp.plan.slurm import find_dependency
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import Plan, move_plan, plan_run
+from clusterddp.planning.slurm import find_dependency
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.spec.load import load_spec
-from clusterddp.submit.sweep_plan import make_sweep, take_back
+from clusterddp.submission.sweep_plan import make_sweep, take_back
 from tests.support.handmade_runs import complete, make_run, start_attempt
 from tests.support.launch_runs import git
 from tests.support.paths import ROOT
@@ -188,7 +188,7 @@ def test_elsewhere_than_on_slurm_a_queue_is_started(tmp_path: Path, launcher: st
     hosts = ["ssh.hosts=[gpu01]", "snapshot=false"] if launcher == "launcher=ssh" else []
     plan = plan_one(tmp_path, *TWO_BY_TWO, launcher, *hosts, environ={"PATH": os.environ["PATH"]})
     assert plan.job is None
-    assert plan.command == (sys.executable, "-m", "clusterddp.submit.sweep_queue", str(plan.path))
+    assert plan.command == (sys.executable, "-m", "clusterddp.submission.sweep_queue", str(plan.path))
 
 
 def test_programs_that_no_copy_of_the_code_has_together_are_refused(tmp_path: Path) -> None:
@@ -286,7 +286,7 @@ def test_a_submit_that_is_killed_leaves_a_whole_sweep_or_none(tmp_path: Path) ->
     program = (
         "import sys; sys.path.insert(0, sys.argv[1])\n"
         "from pathlib import Path\nfrom tests.support.sweep_runs import fake_scontrol, plan_one\n"
-        "from clusterddp.submit.sweep_plan import make_sweep\n"
+        "from clusterddp.submission.sweep_plan import make_sweep\n"
         "here = Path(sys.argv[2])\n"
         "plan = plan_one(here, 'env.SEED=' + ','.join(map(str, range(200))))\n"
         "print('ready', flush=True)\nmake_sweep(plan, fake_scontrol(here), {})\n"

@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.plan.placement import Machine, Request, assign_gpus, plan_placement
-from clusterddp.plan.plan import ADJECTIVES, ANIMALS, Plan, choose_run_name, plan_run, rename_plan
+from clusterddp.planning.placement import Machine, Request, assign_gpus, plan_placement
+from clusterddp.planning.plan import ADJECTIVES, ANIMALS, Plan, choose_run_name, plan_run, rename_plan
 from clusterddp.run.gang import Gang
 from clusterddp.spec.load import load_spec
 from tests.support.handmade_runs import make_gang

@@ -21,7 +21,7 @@ def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
 
 def queue_command(sweep_dir: Path) -> tuple[str, ...]:
     """Return the command of a sweep's queue, which starts its runs where Slurm does not."""
-    return (sys.executable, "-m", "clusterddp.submit.sweep_queue", str(sweep_dir))
+    return (sys.executable, "-m", "clusterddp.submission.sweep_queue", str(sweep_dir))
 
 
 def rank_command(run_dir: Path) -> tuple[str, ...]:

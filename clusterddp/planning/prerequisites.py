@@ -13,8 +13,8 @@ from clusterddp.errors import PreflightError, UsageError
 from clusterddp.facts.checks import Needs
 from clusterddp.facts.judge import judge_torch
 from clusterddp.facts.torch import read_torch
-from clusterddp.plan.placement import Request
-from clusterddp.plan.program import TRAINER
+from clusterddp.planning.placement import Request
+from clusterddp.planning.program import TRAINER
 from clusterddp.run.gang import Gang, is_call
 from clusterddp.spec.secret_values import is_secret
 from clusterddp.spec.train import is_there

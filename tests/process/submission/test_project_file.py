@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.plan.placement import Request
-from clusterddp.plan.plan import plan_run
+from clusterddp.planning.placement import Request
+from clusterddp.planning.plan import plan_run
 from clusterddp.run.directory import RunDir
 from clusterddp.run.state import RunState
 from clusterddp.spec.load import load_spec
-from clusterddp.submit.submit import resume, submit, wait
+from clusterddp.submission.submit import resume, submit, wait
 from tests.support.waiting import PATIENCE
 
 PROGRAM = "import os, sys\nprint(os.environ['FROM'], os.environ.get('LATER'))\nsys.exit(3)\n"

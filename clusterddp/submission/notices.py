@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
-from clusterddp.plan.processes import process_environment
-from clusterddp.plan.seal import is_granted
+from clusterddp.planning.processes import process_environment
+from clusterddp.planning.seal import is_granted
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.gang import Notify

@@ -18,9 +18,9 @@ from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpu
 from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, spell_busy
 
 if TYPE_CHECKING:
-    from clusterddp.plan.program import Trial
-    from clusterddp.plan.slurm import SlurmPlan
-    from clusterddp.plan.ssh import SshPlan
+    from clusterddp.planning.program import Trial
+    from clusterddp.planning.slurm import SlurmPlan
+    from clusterddp.planning.ssh import SshPlan
     from clusterddp.spec.model import JobSpec
 
 

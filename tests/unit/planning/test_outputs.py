@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from clusterddp.places.staging import make_run
-from clusterddp.plan.program import relative_outputs
+from clusterddp.planning.program import relative_outputs
 from tests.support.launch_runs import plan_script, plan_text
 
 

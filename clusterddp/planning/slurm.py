@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any
 
 import clusterddp
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.plan.placement import Placement, Request
-from clusterddp.plan.prerequisites import data_notes, storage_notes
-from clusterddp.plan.processes import process_environment, travelling_variables
-from clusterddp.plan.program import directories_used, filled_in
+from clusterddp.planning.placement import Placement, Request
+from clusterddp.planning.prerequisites import data_notes, storage_notes
+from clusterddp.planning.processes import process_environment, travelling_variables
+from clusterddp.planning.program import directories_used, filled_in
 from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run

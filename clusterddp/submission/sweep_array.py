@@ -18,7 +18,7 @@ from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variable
 from clusterddp.places.slurm.queue import Slurm
 from clusterddp.places.staging import refusal
 from clusterddp.places.state import announce, read_state
-from clusterddp.plan.prerequisites import check_secrets, check_trainer
+from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import cancelled, refuse_to_end
 from clusterddp.run.directory import RunDir
@@ -27,15 +27,15 @@ from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
-from clusterddp.submit.cancel import cancel
-from clusterddp.submit.submit import record_end
-from clusterddp.submit.sweep_plan import SweepPlan, make_sweep, rename_sweep, replace_files, take_back
-from clusterddp.submit.sweep_queue import SubmittedSweep, cancel_queued, submit_to_queue
+from clusterddp.submission.cancel import cancel
+from clusterddp.submission.submit import record_end
+from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep, replace_files, take_back
+from clusterddp.submission.sweep_queue import SubmittedSweep, cancel_queued, submit_to_queue
 from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import user_name
 
 if TYPE_CHECKING:
-    from clusterddp.submit.sweep_plan import SweepPlan
+    from clusterddp.submission.sweep_plan import SweepPlan
 
 
 _ANSWER_S = 60.0

@@ -20,12 +20,12 @@ import pytest
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
-from clusterddp.plan.plan import Plan
+from clusterddp.planning.plan import Plan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.state import RunState
-from clusterddp.submit.submit import start_attempt, submit, wait
+from clusterddp.submission.submit import start_attempt, submit, wait
 from clusterddp.system.file_set import has_digest
 from tests.support.launch_runs import git, plan_script, plan_text, read_plan
 from tests.support.waiting import wait_until
