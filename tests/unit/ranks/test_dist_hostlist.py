@@ -3,7 +3,7 @@
 import contextlib
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import ClusterddpError
@@ -63,6 +63,7 @@ def test_what_is_no_host_list_is_refused_with_its_place(text, words):
 NUMBERS = st.tuples(st.integers(0, 120), st.integers(0, 6), st.integers(1, 5))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.sampled_from(["n", "rack-", "gpu.a"]), st.lists(NUMBERS, min_size=1, max_size=3))))
 def test_what_is_written_as_ranges_is_read_as_the_same_hosts(parts):
     text, hosts = [], []
@@ -75,12 +76,14 @@ def test_what_is_written_as_ranges_is_read_as_the_same_hosts(parts):
     assert expand(",".join(text)) == tuple(hosts)
 
 
+@settings(deadline=None)
 @given(st.text(alphabet="n1-[],x", max_size=12))
 def test_any_text_is_expanded_or_refused(text):
     with contextlib.suppress(ClusterddpError):
         assert all(expand(text))
 
 
+@settings(deadline=None)
 @given(st.lists(st.tuples(st.integers(0, 9), st.integers(1, 4)), min_size=1, max_size=6))
 def test_counts_per_node_are_read_as_slurm_writes_them(runs):
     text = ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in runs)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterddp.run.log_times import NOTE_EVERY_S, LogMarks, LogTimesReader, LogTimesWriter
@@ -87,6 +87,7 @@ def test_notes_are_read_as_they_are_added(tmp_path: Path) -> None:
     assert reader.marks("a").time_of(2) == 105.0
 
 
+@settings(deadline=None)
 @given(st.lists(st.one_of(st.binary(max_size=40), st.just(b'{"time": 1e300, "sizes": {"a": -1}}'))))
 def test_notes_that_are_none_are_passed_over(tmp_path_factory: pytest.TempPathFactory, lines: list[bytes]) -> None:
     path = tmp_path_factory.mktemp("notes") / "times"

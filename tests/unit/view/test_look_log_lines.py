@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import UsageError
@@ -167,6 +167,7 @@ def test_ranks_that_share_nothing_are_shown_one_after_the_other() -> None:
     assert folded(b"a\nb\n", b"c\nd\n") == [("0", b"a\n"), ("0", b"b\n"), ("1", b"c\n"), ("1", b"d\n")]
 
 
+@settings(deadline=None)
 @given(st.lists(st.lists(st.sampled_from([b"a\n", b"b\n", b"c\n", b"\n"]), max_size=8), min_size=1, max_size=4))
 def test_folding_keeps_the_lines_of_each_rank_in_order(logs: list[list[bytes]]) -> None:
     pieces = list(fold({rank: iter(lines_of(rank, b"".join(log))) for rank, log in enumerate(logs)}))

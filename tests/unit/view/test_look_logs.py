@@ -8,7 +8,7 @@ import tracemalloc
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import UsageError
@@ -43,6 +43,7 @@ def test_ranks_that_are_none_are_refused(text: str) -> None:
         parse_ranks(text, 8)
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=300).map(lambda data: data.replace(b"x", b"\r\n").replace(b"y", b"\n")))
 def test_pieces_put_together_are_the_file(tmp_path_factory: pytest.TempPathFactory, data: bytes) -> None:
     path = tmp_path_factory.mktemp("logs") / "log"
