@@ -17,7 +17,6 @@ from clusterddp.view.printable import printable
 if TYPE_CHECKING:
     from clusterddp.places.ssh.config import Destination
     from clusterddp.places.ssh.connections import Connection
-    from clusterddp.places.ssh.keys import HostKey
 
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -76,7 +75,9 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
         say_error(error.message, hint=error.hint)
     if shown:
         check_expected(shown, expected)
-        put("\n".join(table(_key_rows(shown))))
+        rows = [["HOST", "KNOWN AS", "KEY", "FINGERPRINT"]]
+        rows += [[each.host, each.known_as, key.type, key.fingerprint] for each, key in shown.items()]
+        put("\n".join(table(rows)))
         question = (
             "Is this the key of the host?" if len(shown) == 1 else f"Are these the keys of the {len(shown)} hosts?"
         )
@@ -157,11 +158,6 @@ def _unknown(
         else:
             unknown.append(destination)
     return unknown, failed
-
-
-def _key_rows(shown: dict[Destination, HostKey]) -> list[list[str]]:
-    rows = [["HOST", "KNOWN AS", "KEY", "FINGERPRINT"]]
-    return rows + [[each.host, each.known_as, key.type, key.fingerprint] for each, key in shown.items()]
 
 
 def _measure(result: Connection | SshError) -> dict[str, Any] | SshError:

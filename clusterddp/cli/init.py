@@ -111,8 +111,6 @@ COMMANDS = {"init": init}
 
 def _first_spec(answers: Answers, terminal: Terminal, profile: str | None) -> tuple[str, list[str]]:
     """Return the text of the spec, and notes on it."""
-    from clusterddp.cli.init import with_script, without_given
-
     node = find_node(profile, terminal.environ) if profile else None
     launcher = _choose_launcher(answers, terminal, has_login=node is not None)
     text, notes, chosen = read_template(f"init_{launcher}.yaml"), list[str](), set[str]()
@@ -152,26 +150,23 @@ def _choose_launcher(answers: Answers, terminal: Terminal, *, has_login: bool) -
 def _fill_slurm(text: str, answers: Answers, terminal: Terminal, node: Node | None) -> tuple[str, list[str]]:
     from clusterddp.places.slurm.first_spec import slurm_spec
 
+    def ask(names: Sequence[str], usual: str) -> str:
+        return str(click.prompt("partition", type=click.Choice(list(names)), default=usual, err=True))
+
     partition = answers.partition or answers.given_text("slurm.partition")
     if node is not None:
         more = ["--partition", partition] if partition else []
         return ask_login(node, ["init", "--launcher", "slurm", "--script", _NO_SCRIPT, *more, "-"]).decode(), []
     try:
-        return slurm_spec(text, terminal.environ, partition, choose=_ask_partition if answers.asks else None)
+        return slurm_spec(text, terminal.environ, partition, choose=ask if answers.asks else None)
     except UsageError as error:
         if answers.partition is not None:
             raise
         raise UsageError(f"{answers.given['slurm.partition'].place.text}: {error.message}") from error
 
 
-def _ask_partition(names: Sequence[str], usual: str) -> str:
-    return str(click.prompt("partition", type=click.Choice(list(names)), default=usual, err=True))
-
-
 def _fill_hosts(text: str, answers: Answers) -> tuple[str, list[str]]:
     """Write the hosts into a spec for SSH. Raises: SpecError: a host is wrong."""
-    from clusterddp.cli.init import with_hosts
-
     usual = _offered_hosts()
     if answers.hosts is not None:
         hosts = _read_hosts(answers.hosts)
@@ -182,7 +177,7 @@ def _fill_hosts(text: str, answers: Answers) -> tuple[str, list[str]]:
         hosts = _read_hosts(usual)
     else:
         return text, ["the hosts in it are examples: name yours, or init --hosts gpu01,gpu02"]
-    return with_hosts(text, hosts), []
+    return _HOSTS.sub(lambda _: f"  hosts: {hosts}", text, count=1), []
 
 
 def _offered_hosts() -> str | None:
@@ -278,11 +273,6 @@ def _refuse_place(path: Path, *, force: bool) -> None:
 
 def _exists(path: Path) -> UsageError:
     return UsageError(f"{path}: exists, and is left as it is", hint="give another path, or --force")
-
-
-def with_hosts(text: str, hosts: str) -> str:
-    """Write the hosts, which are YAML."""
-    return _HOSTS.sub(lambda _: f"  hosts: {hosts}", text, count=1)
 
 
 def with_script(text: str, script: str) -> str:
