@@ -1,4 +1,4 @@
-"""The doctor's job: one task on each node for half a minute (check/probe.py), and the judgement of their reports.
+"""The doctor's job: one task on each node for half a minute (doctor/probe.py), and the judgement of their reports.
 
 The job is found and cancelled by its name.
 """
@@ -66,7 +66,7 @@ class _Way(TypedDict, total=False):
 
 
 class Way(_Way):
-    """How a node has connected to the first one (check/probe.py)."""
+    """How a node has connected to the first one (doctor/probe.py)."""
 
     name: str
     addresses: tuple[str, ...]
@@ -75,7 +75,7 @@ class Way(_Way):
 
 
 class Report(TypedDict):
-    """What a node reports (check/probe.py)."""
+    """What a node reports (doctor/probe.py)."""
 
     node_rank: int
     node: str

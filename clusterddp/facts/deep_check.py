@@ -1,6 +1,6 @@
 """The deep check: what the ranks of a run have measured, in the form in which they print it, and its judgement.
 
-The ranks measure with train/deep_check.py and print Findings; check/ranks.py starts them and reads their logs.
+The ranks measure with train/deep_check.py and print Findings; doctor/ranks.py starts them and reads their logs.
 """
 
 from __future__ import annotations

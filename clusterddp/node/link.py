@@ -1,6 +1,6 @@
 """The link between the head (node 0's supervisor) and another supervisor: its messages, heartbeats and listeners.
 
-A link is a series of connections, signed and unencrypted (rendezvous/connection.py); their key is the run's token. A
+A link is a series of connections, signed and unencrypted (connection.py); their key is the run's token. A
 `Peer` is one end of it: it numbers its messages, and sends again what the other end has not received.
 """
 

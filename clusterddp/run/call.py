@@ -21,7 +21,7 @@ from clusterddp.system.files import open_regular
 
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 CARRIED = Path(__file__).parents[1] / "carried"
-"""On a host over SSH: cloudpickle, and what of submitit a submission needs (remote/package.py)."""
+"""On a host over SSH: cloudpickle, and what of submitit a submission needs (places/ssh/session.py)."""
 _MAX_LINE = 65536
 
 

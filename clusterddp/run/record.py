@@ -98,7 +98,7 @@ class RunRecord:
     base_attempt: int = 0
     """The attempt of the last submit or resume; `restarts` counts from it."""
     job_tag: str | None = None
-    """On Slurm: the part of the job's name that no other job has (slurm/identity.py)."""
+    """On Slurm: the part of the job's name that no other job has (job_tag.py)."""
     job_attempt: int = 0
     """On Slurm: the first attempt of the job `job_id`; requeues of the job count on from it."""
     array_index: int | None = None

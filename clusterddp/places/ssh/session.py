@@ -1,6 +1,6 @@
 """The session with the agent on one host: what starts it, the requests and the answers, one at a time.
 
-A host needs only Python: it is sent a constant command, the boot (agent/boot.py), and this package as a zip file.
+A host needs only Python: it is sent a constant command, the boot (boot.py), and this package as a zip file.
 """
 
 from __future__ import annotations

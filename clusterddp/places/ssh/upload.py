@@ -180,7 +180,7 @@ class Uploader:
     def at_all(self, hosts: Iterable[str], function: Callable[[str], _Result]) -> dict[str, _Result]:
         """Call a function for hosts, many at a time.
 
-        The caller sends heartbeats to those that wait (remote/sessions.py).
+        The caller sends heartbeats to those that wait (places/ssh/sessions.py).
         Raises: ClusterddpError, SshError, PreflightError: of the hosts for which it failed.
         """
         asked = list(hosts)

@@ -2,7 +2,7 @@
 
 The host's own Python runs this text, which comes over the connection; it may be an old one and has no clusterddp yet.
 Standard input brings one line of JSON, `{"package": sha256, "root": str, "patience_s": int, "login": object}`, the last
-two of which are optional (with `login`, agent/login.py runs a command in place of the agent); and, after an answer with
+two of which are optional (with `login`, login.py runs a command in place of the agent); and, after an answer with
 `"have": false`, one line `{"size": n}` and n bytes, the package as a zip file.
 """
 

@@ -34,7 +34,7 @@ HELLO: Mapping[str, Any] = {
     "pid": int,
     "have": bool,
 }
-"""What the boot reports of the host (agent/boot.py)."""
+"""What the boot reports of the host (boot.py)."""
 _CHUNK_BYTES = 1 << 18
 _Thing = TypeVar("_Thing")
 
