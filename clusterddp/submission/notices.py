@@ -87,7 +87,7 @@ def _send(
     sent, open_ = _results(place, launcher, notify, about)
     while open_ and time.monotonic() < deadline:
         time.sleep(0.5)
-        sync.update()
+        sync.update(after_end=True)
         sent, open_ = _results(place, launcher, notify, about)
     if not webhook_address(notify.webhook or "", environ):
         sent.add("webhook")  # another shell of the user's may have the variable

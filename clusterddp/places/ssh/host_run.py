@@ -59,6 +59,8 @@ class Wants:
     """True when the run has ended: everything that `ssh.fetch` of its spec names."""
     while_supervised: bool = False
     """With `results`: ask again while a supervisor or guard of the run lives, which may write more."""
+    after_end: bool = False
+    """The records of a run that has ended, too: the head's host may still send a message."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -258,7 +260,7 @@ def must_ask(host_run: HostRun, wants: Wants) -> bool:
     """Return whether a host has to be asked about a run now."""
     if wants.results:
         return _may_have_results(host_run)
-    if final_end(host_run.run) is None:
+    if wants.after_end or final_end(host_run.run) is None:
         return not _is_being_started(read_run(host_run.run))
     return bool(wants.logs & host_run.ranks) and ("logs" not in host_run.fetch or _may_have_results(host_run))
 

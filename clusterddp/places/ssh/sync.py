@@ -118,13 +118,16 @@ class Synchroniser:
         """Download the logs of these ranks, too, from `first_attempt` on; None: only of the newest attempt."""
         self._wants = Wants(logs=frozenset(ranks), first_attempt=first_attempt)
 
-    def update(self, *, timeout_s: float | None = None) -> None:
-        """Download what is new, at most every `interval_s`; hosts that do not answer in time are left out."""
+    def update(self, *, timeout_s: float | None = None, after_end: bool = False) -> None:
+        """Download what is new, at most every `interval_s`; hosts that do not answer in time are left out.
+
+        `after_end`: also of runs that have ended, whose hosts may still send a message.
+        """
         now = time.monotonic()
         is_first = self._updated_at is None
         if not is_first and not self._is_behind and now - (self._updated_at or 0.0) < self._interval_s:
             return
-        works = self._choose_hosts(self._wants)
+        works = self._choose_hosts(dataclasses.replace(self._wants, after_end=after_end))
         answer_s = (timeout_s or (FIRST_ANSWER_S if is_first else _ANSWER_S)) + EACH_S * len(works)
         self._ask(works, answer_s, anew=False)
 
