@@ -121,11 +121,10 @@ class LostHead:
         self._attempt = attempt
         self._loss = loss
         self._interface = interface
-        if order.job is not None:
-            # The end of a node's tasks ends the whole step, and with it a head or guard that is still recording.
-            self._record_at = now + STEP_PATIENCE_S
-        else:
-            self._record_at = now + (0.0 if loss.kind == "host_silent" else GUARD_PATIENCE_S)
+        # On a host that is up, others record the end. In a batch job the end of a node's tasks ends the whole step, and
+        # with it a head or guard that is still recording.
+        patience_s = STEP_PATIENCE_S if order.job is not None else GUARD_PATIENCE_S
+        self._record_at = now + (0.0 if loss.kind == "host_silent" else patience_s)
 
     def is_recorded(self, now: float) -> bool:
         """Return whether the end is recorded; record it when nobody else has in time."""

@@ -327,7 +327,7 @@ def test_a_queue_that_cannot_start_any_run_gives_up_and_says_why(place: SweepPer
 
 def test_a_queue_that_does_not_start_leaves_no_sweep(place: SweepPerson) -> None:
     (place.path / "sitecustomize.py").write_text(
-        "import sys\nif 'sweep.queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"
+        "import sys\nif 'sweep_queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"
     )
     done = place.run(
         "submit", "job.yaml", COUNT, "--sweep", PYTHONPATH=f"{place.path}:{os.environ.get('PYTHONPATH', '')}"
@@ -340,7 +340,7 @@ def test_a_resume_whose_queue_does_not_start_loses_nothing(place: SweepPerson) -
     sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     place.run("cancel", sweep.name)
     (place.path / "sitecustomize.py").write_text(
-        "import sys\nif 'sweep.queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"
+        "import sys\nif 'sweep_queue' in ' '.join(sys.orig_argv): sys.exit(9)\n"
     )
     place.run("resume", sweep.name, PYTHONPATH=f"{place.path}:{os.environ.get('PYTHONPATH', '')}")
     assert states(sweep) == ["LOST"] * 3

@@ -150,7 +150,7 @@ class Silent:
 start_up, waits = StartUp(), []
 for _ in range(2):
     before = device.counts.copy()
-    start_up.after_step(Silent(), torch.device("cuda", 0))
+    start_up.after_step(Silent(), torch.device("cuda", 0), None)
     waits.append(device.counts.since(before).waits.total())
 assert waits == [1, 0], waits
 """
