@@ -115,7 +115,7 @@ def _read_notify(run: RunDir) -> Notify | None:
 def _results(run: RunDir, launcher: str, notify: Notify, about: Message) -> tuple[set[str], set[str]]:
     """Return the channels by which the message about the end is sent, and those that the head may be trying."""
     rows = read_jsonl(run.events) if run.events.exists() else iter(())
-    ends = [row for row in rows if row.get("what") in {"end", "fail"} and row.get("attempt") == about.attempt]
+    ends = [row for row in rows if row.get("what") in ("end", "fail") and row.get("attempt") == about.attempt]
     sent = {row["by"] for row in ends if row.get("event") == "notified"}
     failed = {row["by"] for row in ends if row.get("event") == "notify_failed"}
     of_head = set(notify.channels)

@@ -91,7 +91,7 @@ def warn_of_unsent(events: Sequence[Row]) -> str:
     """Return a warning where the last try to send a message failed, for each way; empty: all were sent."""
     failed: dict[tuple[int, str, str], str] = {}
     for row in events:
-        if row.get("event") in {"notified", "notify_failed"}:
+        if row.get("event") in ("notified", "notify_failed"):
             with contextlib.suppress(ValueError):  # a host, or another user, may have written it
                 event = build(_NoticeEvent, row)
                 failed[event["attempt"], event["what"], event["by"]] = str(row.get("error") or "")
@@ -147,7 +147,7 @@ def find_hang(events: Sequence[Row], attempt: int | None) -> HangEvent | None:
     """Return the hang of an attempt that the head has seen last, unless the ranks went on afterwards."""
     found: HangEvent | None = None
     for row in events:
-        if row.get("attempt") == attempt and row.get("event") in {"hang", "hang_over"}:
+        if row.get("attempt") == attempt and row.get("event") in ("hang", "hang_over"):
             with contextlib.suppress(ValueError):  # a host, or another user, may have written it
                 found = build(HangEvent, row) if row["event"] == "hang" else None
     return found

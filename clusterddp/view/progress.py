@@ -79,7 +79,7 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
         step = _newest(logged, "step")
     fraction = min(1.0, step / steps) if step is not None and steps else None
     epoch, epochs = _newest(rows, "epoch"), _newest(rows, "epochs_total")
-    losses = (_number(row.get("loss")) for row in own if row.get("kind") in {"train", "log"})
+    losses = (_number(row.get("loss")) for row in own if row.get("kind") in ("train", "log"))
     return Progress(
         epoch=None if epoch is None else math.ceil(epoch),
         epochs=None if epochs is None else int(epochs),

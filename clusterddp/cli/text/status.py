@@ -297,9 +297,10 @@ def _stopped_by_itself(run: RunDir) -> bool:
 def _further(run: RunDir, address: str) -> list[tuple[str, str]]:
     """Return the command that gives a completed run more to do, or starts it once more; none for ranks by hand."""
     plan = read_json(run.plan) or {}
-    if plan.get("launcher", "local") in BY_HAND:
+    if str(plan.get("launcher", "local")) in BY_HAND:
         return []
-    if plan.get("spec", {}).get("train") and has_checkpoint(run):
+    spec = plan.get("spec")
+    if isinstance(spec, dict) and spec.get("train") and has_checkpoint(run):
         return [("go further", f"clusterddp resume {address} train.epochs=N")]
     return [("repeat", f"clusterddp submit {address}")]
 
