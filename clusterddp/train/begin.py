@@ -36,9 +36,6 @@ from clusterddp.train.report.figures import Meter
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState, restore_state, spec_changes
 
-_SHOWN = ("model", "dataset", "lr", "batch_size", "accumulate", "epochs", "optimizer", "weight_decay", "seed")
-"""What TensorBoard's table of runs has of the spec."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
@@ -107,8 +104,7 @@ def begin(setting: Setting) -> TrainState:
     if is_compiled(spec, group.device):
         compile_if_possible(state, setting)
     setting.slot.follow(model)
-    facts = {"world_size": group.world_size, "precision": state.precision, "comm": exchange.label}
-    setting.reporter.open_events(step=state.step, hparams={key: getattr(spec, key) for key in _SHOWN} | facts)
+    setting.reporter.open_events(step=state.step)
     return state
 
 

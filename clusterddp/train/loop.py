@@ -19,7 +19,6 @@ from clusterddp.train.forward import autocast, mark_step
 from clusterddp.train.group import ranks_apart
 from clusterddp.train.optim import optimizer_tensors, set_learning_rate
 from clusterddp.train.report.figures import Window
-from clusterddp.train.report.reporter import TrainReport
 from clusterddp.train.state import TrainState, gather_state
 
 
@@ -143,20 +142,16 @@ def report(window: Window, state: TrainState, setting: Setting) -> None:
     state.totals.add(found.totals)
     samples = window.steps * schedule.global_batch
     setting.reporter.train(
-        TrainReport(
-            epoch=state.epoch + 1,
-            step=state.step,
-            loss=found.loss,
-            accuracy=found.hits / samples,
-            figures=state.figures(found.totals, samples / found.seconds),
-            train_seconds=state.train_seconds,
-            lr=schedule.learning_rate(state.step - 1, own_gradient=state.exchange.own_gradient),
-            epochs_total=schedule.epochs,
-            steps_total=schedule.total_steps,
-            step_in_epoch=state.step_in_epoch,
-            steps_per_epoch=schedule.steps_per_epoch,
-            eta_s=(schedule.total_steps - state.step) * found.seconds / window.steps,
-        )
+        schedule,
+        epoch=state.epoch + 1,
+        step=state.step,
+        step_in_epoch=state.step_in_epoch,
+        loss=found.loss,
+        accuracy=found.hits / samples,
+        lr=schedule.learning_rate(state.step - 1, own_gradient=state.exchange.own_gradient),
+        figures=state.figures(found.totals, samples / found.seconds),
+        train_seconds=state.train_seconds,
+        eta_s=(schedule.total_steps - state.step) * found.seconds / window.steps,
     )
     window.reset()
 
@@ -190,13 +185,8 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     state.evaluation = result
     state.totals.reach(result.accuracy, state.train_seconds)
     state.best_accuracy = max(state.best_accuracy, result.accuracy)
-    setting.reporter.evaluation(
-        result,
-        epoch=min(state.epoch + 1, schedule.epochs),
-        epochs_total=schedule.epochs,
-        steps_total=schedule.total_steps,
-        train_seconds=state.train_seconds,
-    )
+    epoch = min(state.epoch + 1, schedule.epochs)
+    setting.reporter.evaluation(result, schedule, epoch=epoch, train_seconds=state.train_seconds)
     return True
 
 

@@ -35,7 +35,7 @@ from clusterddp.train.host import (
     return_freed_memory,
 )
 from clusterddp.train.loop import train
-from clusterddp.train.report.reporter import Reporter, describe_end
+from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState, tensors_sha256
 
 
@@ -77,7 +77,6 @@ def main(environ: Mapping[str, str]) -> None:
             with state.exchange.averaged(state.model):
                 summary = summarise(state, setting, start_up.seconds)
             reporter.summary(summary)
-            reporter.log(describe_end(summary))
     leave_group(group)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 
@@ -18,60 +18,17 @@ def flat_numbers(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
             yield name, value
 
 
-def hparams_summary(hparams: Mapping[str, str | float], metrics: Sequence[str], *, group: str, started: float) -> Any:
-    """Return the summary that shows a run in TensorBoard's table of hyperparameters, beside `metrics`, which are tags.
-
-    `group`: the name in the table; `started`: seconds since the epoch.
-    """
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
-
-    kinds = {
-        key: "DATA_TYPE_STRING" if isinstance(value, str) else "DATA_TYPE_FLOAT64" for key, value in hparams.items()
-    }
-    experiment = api_pb2.Experiment(
-        hparam_infos=[api_pb2.HParamInfo(name=key, type=api_pb2.DataType.Value(kind)) for key, kind in kinds.items()],
-        metric_infos=[api_pb2.MetricInfo(name=api_pb2.MetricName(tag=tag)) for tag in metrics],
-    )
-    start = plugin_data_pb2.SessionStartInfo(group_name=group, start_time_secs=started)
-    for key, value in hparams.items():
-        if isinstance(value, str):
-            start.hparams[key].string_value = value
-        else:
-            start.hparams[key].number_value = value
-    parts = {
-        metadata.EXPERIMENT_TAG: plugin_data_pb2.HParamsPluginData(experiment=experiment),
-        metadata.SESSION_START_INFO_TAG: plugin_data_pb2.HParamsPluginData(session_start_info=start),
-    }
-    return Summary(value=[_hparams_value(tag, data) for tag, data in parts.items()])
-
-
-def _hparams_value(tag: str, data: Any) -> Any:
-    from tensorboard.compat.proto.summary_pb2 import Summary
-    from tensorboard.plugins.hparams import metadata
-
-    return Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(data), tensor=metadata.NULL_TENSOR)
-
-
 class EventWriter:
     """Writes scalars from a thread of its own; where tensorboard is absent it says so once and writes none."""
 
-    def __init__(
-        self,
-        directory: str,
-        *,
-        purge_step: int,
-        report: Callable[[str], None],
-        first: Callable[[], Any] | None = None,
-    ) -> None:
+    def __init__(self, directory: str, *, purge_step: int, report: Callable[[str], None]) -> None:
         """Begin a file of events; those of earlier files from `purge_step` on count no more.
 
-        `first` makes the summary that the file begins with; it is called from that thread, and so is `report`, when
-        there will be no events.
+        `report` is called from that thread, when there will be no events.
         """
         self._report = report
         self._rows: queue.SimpleQueue[tuple[float, int, dict[str, float]] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._work, args=(directory, purge_step, first), daemon=True)
+        self._thread = threading.Thread(target=self._work, args=(directory, purge_step), daemon=True)
         self._thread.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -81,7 +38,7 @@ class EventWriter:
         self._rows.put(None)
         self._thread.join()
 
-    def _work(self, directory: str, purge_step: int, first: Callable[[], Any] | None) -> None:
+    def _work(self, directory: str, purge_step: int) -> None:
         try:
             from tensorboard.compat.proto.event_pb2 import Event, SessionLog
             from tensorboard.compat.proto.summary_pb2 import Summary
@@ -93,8 +50,6 @@ class EventWriter:
             writer = EventFileWriter(directory)
             start = SessionLog(status=SessionLog.START)
             writer.add_event(Event(wall_time=time.time(), step=purge_step, session_log=start))
-            if first is not None:
-                writer.add_event(Event(wall_time=time.time(), step=0, summary=first()))
             while (row := self._rows.get()) is not None:
                 at, step, values = row
                 scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]

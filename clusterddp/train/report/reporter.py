@@ -1,45 +1,20 @@
-"""What rank 0 reports: rows in metrics.jsonl, TensorBoard events, lines or a progress bar, and summary.json."""
+"""What rank 0 reports: rows in metrics.jsonl, TensorBoard events, lines for people, and summary.json."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
-from importlib.util import find_spec
-from typing import Any, Protocol, TextIO
+from typing import Any
 
-from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, refuse_if_stale
 from clusterddp.run.metrics import MetricsFile
 from clusterddp.run.record import log_event
-from clusterddp.system.files import read_json, write_json
+from clusterddp.system.files import write_json
 from clusterddp.system.storage import retry_outage
 from clusterddp.train.evaluate import Evaluation
-from clusterddp.train.report.events import EventWriter, flat_numbers, hparams_summary
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TrainReport:
-    """The steps since the last report, over all ranks. `epoch` counts from 1; `accuracy` is a share, 0..1."""
-
-    epoch: int
-    step: int
-    loss: float
-    accuracy: float
-    lr: float
-    figures: dict[str, Any]
-    """Speed, and what the time went on, from `figures_of`."""
-    train_seconds: float
-    """Seconds of steps so far."""
-    epochs_total: int
-    steps_total: int
-    step_in_epoch: int
-    steps_per_epoch: int
-    eta_s: float
-    """Seconds of steps that are left at this pace."""
+from clusterddp.train.optim import Schedule
+from clusterddp.train.report.events import EventWriter, flat_numbers
 
 
 class Reporter:
@@ -48,165 +23,90 @@ class Reporter:
     def __init__(self, run: RunDir, *, attempt: int, first: bool) -> None:
         self._run = run
         self._attempt = attempt
-        self._progress: Progress | None = open_progress(sys.stderr) if first else None
+        self._first = first
         self._events: EventWriter | None = None
         self._metrics = MetricsFile(run, attempt=attempt, report=self.log)
 
     def log(self, text: str) -> None:
         """Print one line for people."""
-        if self._progress is not None:
-            self._progress.log(text)
+        if self._first:
+            with contextlib.suppress(OSError):  # a full disk under the log ends no training
+                print(text, file=sys.stderr, flush=True)
 
     def first_step(self, seconds: float, phases: Mapping[str, float]) -> None:
         """Log the end of the first step, and for `status` how long each phase up to it took."""
         self.log(f"first step done {seconds:.1f} s after the start of the process")
-        if self._progress is not None:
+        if self._first:
             log_event(self._run, "first_step", attempt=self._attempt, phases=phases)
 
-    def open_events(self, *, step: int, hparams: Mapping[str, str | float]) -> None:
-        """Begin TensorBoard events; those that an earlier attempt wrote for later steps than `step` are removed.
+    def open_events(self, *, step: int) -> None:
+        """Begin TensorBoard events; those that an earlier attempt wrote for later steps than `step` are removed."""
+        if self._first:
+            self._events = EventWriter(str(self._run.tensorboard), purge_step=step + 1, report=self.log)
 
-        `hparams`: what TensorBoard's table of runs shows of this one, beside the accuracy.
-        """
-        if self._progress is not None:
-            first = functools.partial(_table, self._run, dict(hparams))
-            self._events = EventWriter(str(self._run.tensorboard), purge_step=step + 1, report=self.log, first=first)
-
-    def train(self, report: TrainReport) -> None:
-        """Report training steps."""
-        if self._progress is None:
-            return
-        values = {"loss": report.loss, "accuracy": report.accuracy, **report.figures, "lr": report.lr}
-        place = {
-            "epochs_total": report.epochs_total,
-            "steps_total": report.steps_total,
-            "train_seconds": report.train_seconds,
-        }
-        self._row("train", report.epoch, report.step, values, place)
-        self._progress.advance(report)
-
-    def evaluation(
-        self, result: Evaluation, *, epoch: int, epochs_total: int, steps_total: int, train_seconds: float
+    def train(
+        self,
+        schedule: Schedule,
+        *,
+        epoch: int,
+        step: int,
+        step_in_epoch: int,
+        loss: float,
+        accuracy: float,
+        lr: float,
+        figures: Mapping[str, Any],
+        train_seconds: float,
+        eta_s: float,
     ) -> None:
+        """Report the steps since the last report, over all ranks.
+
+        `epoch` counts from 1; `accuracy` is a share, 0..1; `figures` are those of `figures_of`; `train_seconds` are the
+        seconds of steps so far, `eta_s` those that are left at this pace.
+        """
+        values = {"loss": loss, "accuracy": accuracy, **figures, "lr": lr}
+        self._row("train", values, {"epoch": epoch, "step": step, "train_seconds": train_seconds}, schedule)
+        self.log(
+            f"epoch {epoch}/{schedule.epochs} step {step_in_epoch}/{schedule.steps_per_epoch} loss {loss:.3f} "
+            f"acc {100 * accuracy:.1f} % lr {lr:.3g} {figures['images_per_s']:,.0f} img/s eta {spell_duration(eta_s)}"
+        )
+
+    def evaluation(self, result: Evaluation, schedule: Schedule, *, epoch: int, train_seconds: float) -> None:
         """Report an evaluation of the whole test set."""
-        if self._progress is None:
-            return
         values = {"loss": result.loss, "accuracy": result.accuracy} | result.accuracies_apart
-        place = {
-            "samples": result.samples,
-            "epochs_total": epochs_total,
-            "steps_total": steps_total,
-            "train_seconds": train_seconds,
-        }
-        self._row("eval", epoch, result.step, values, place)
+        place = {"epoch": epoch, "step": result.step, "samples": result.samples, "train_seconds": train_seconds}
+        self._row("eval", values, place, schedule)
         accuracy = f"{100 * result.accuracy:.2f} % ({result.correct:,} of {result.samples:,})"
         apart = "".join(f", {name} {100 * share:.2f} %" for name, share in result.accuracies_apart.items())
-        self._progress.log(f"epoch {epoch}/{epochs_total} test accuracy {accuracy} loss {result.loss:.3f}{apart}")
+        self.log(f"epoch {epoch}/{schedule.epochs} test accuracy {accuracy} loss {result.loss:.3f}{apart}")
 
     def summary(self, facts: Mapping[str, Any]) -> None:
-        """Write summary.json; only a run that came to its end has one.
+        """Write summary.json, and log where the time went; only a run that came to its end has one.
 
         Raises: ClusterddpError: a later attempt of the run has begun.
         """
-        if self._progress is not None:
+        if self._first:
             retry_outage(lambda: refuse_if_stale(self._run, self._attempt))
             retry_outage(lambda: write_json(self._run.summary, dict(facts)))
+            self.log(describe_end(facts))
 
     def close(self) -> None:
         """Write what is still queued."""
         if self._events is not None:
             self._events.close()
-        if self._progress is not None:
-            self._progress.close()
 
-    def _row(self, kind: str, epoch: int, step: int, values: Mapping[str, Any], place: Mapping[str, float]) -> None:
-        self._metrics.append({"kind": kind, "attempt": self._attempt, "epoch": epoch, "step": step, **values, **place})
+    def _row(self, kind: str, values: Mapping[str, Any], place: Mapping[str, float], schedule: Schedule) -> None:
+        if not self._first:
+            return
+        totals = {"epochs_total": schedule.epochs, "steps_total": schedule.total_steps}
+        self._metrics.append({"kind": kind, "attempt": self._attempt, **place, **totals, **values})
         if self._events is not None:
-            self._events.write(step, {f"{kind}/{name}": value for name, value in flat_numbers(values)})
-
-
-def _table(run: RunDir, hparams: Mapping[str, str | float]) -> Any:
-    try:
-        record = read_json(run.record) or {}
-    except (ClusterddpError, OSError):
-        record = {}
-    name = " ".join(str(record[key]) for key in ("name", "run") if record.get(key)) or run.name
-    return hparams_summary(hparams, ["eval/accuracy"], group=name, started=time.time())
-
-
-class Progress(Protocol):
-    """How people watch a run."""
-
-    def advance(self, report: TrainReport) -> None:
-        """Show the progress."""
-
-    def log(self, text: str) -> None:
-        """Print one line that stays."""
-
-    def close(self) -> None:
-        """Restore the terminal."""
-
-
-def open_progress(stream: TextIO) -> Progress:
-    """Return a bar on a terminal, lines everywhere else."""
-    return ProgressBar(stream) if stream.isatty() and find_spec("rich") else ProgressLines(stream)
-
-
-class ProgressLines:
-    """One line per report, written at once, for log files."""
-
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
-
-    def advance(self, report: TrainReport) -> None:
-        place = f"epoch {report.epoch}/{report.epochs_total} step {report.step_in_epoch}/{report.steps_per_epoch}"
-        figures = f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % lr {report.lr:.3g}"
-        self.log(f"{place} {figures} {report.figures['images_per_s']:,.0f} img/s eta {_duration(report.eta_s)}")
-
-    def log(self, text: str) -> None:
-        with contextlib.suppress(OSError):  # a full disk under the log ends no training
-            self._stream.write(f"{text}\n")
-            self._stream.flush()
-
-    def close(self) -> None:
-        """Nothing is held open."""
-
-
-class ProgressBar:
-    """One bar over all steps of the run."""
-
-    def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=None),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-        )
-        self._bar: Any = Progress(*columns, console=Console(file=stream), expand=True)
-        self._task = self._bar.add_task("starting", total=None)
-        self._bar.start()
-
-    def advance(self, report: TrainReport) -> None:
-        figures = (
-            f"loss {report.loss:.3f} acc {100 * report.accuracy:.1f} % {report.figures['images_per_s']:,.0f} img/s"
-        )
-        text = f"epoch {report.epoch}/{report.epochs_total} {figures}"
-        self._bar.update(self._task, description=text, completed=report.step, total=report.steps_total)
-
-    def log(self, text: str) -> None:
-        self._bar.console.print(text, markup=False, highlight=False)
-
-    def close(self) -> None:
-        self._bar.stop()
+            self._events.write(int(place["step"]), {f"{kind}/{name}": each for name, each in flat_numbers(values)})
 
 
 def describe_end(summary: Mapping[str, Any]) -> str:
     """Describe where the time of a finished run went."""
     times = [
-        f"{_duration(summary[key])} of {word}"
+        f"{spell_duration(summary[key])} of {word}"
         for key, word in (
             ("train_seconds", "training"),
             ("eval_seconds", "evaluation"),
@@ -223,7 +123,7 @@ def describe_end(summary: Mapping[str, Any]) -> str:
     return f"done: {', '.join(times)}; {pace}"
 
 
-def _duration(seconds: float) -> str:
+def spell_duration(seconds: float) -> str:
     """Format a time in the unit that fits: 31 s, 12 min, 3 h 10 min."""
     if seconds < 120:
         return f"{seconds:.0f} s"

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
-import pty
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import platformdirs
@@ -17,12 +14,14 @@ import torch
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import INIT_METHOD
+from clusterddp.run.directory import RunDir
 from clusterddp.run.stop import request_stop
 from clusterddp.spec import model
 from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.download import default_data_dir
 from clusterddp.train.group import Group
-from clusterddp.train.report.reporter import TrainReport, open_progress
+from clusterddp.train.optim import plan_schedule
+from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import tensors_sha256
 from tests.support.train_gang import TINY, make_run, meeting_place, metrics_rows, one_rank, open_gang, train_once
 
@@ -55,30 +54,6 @@ def test_tensorboard_events_are_written(tmp_path: Path) -> None:
     assert [event.step for event in events.Scalars("eval/accuracy")] == [9, 18]
     assert [event.step for event in events.Scalars("train/loss")] == [3, 6, 9, 12, 15, 18]
     assert len(events.Scalars("train/step_ms_p95")) == 6
-
-
-def test_tensorboard_has_a_table_of_what_the_run_was_trained_with(tmp_path: Path) -> None:
-    pytest.importorskip("tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-    from tensorboard.plugins.hparams import metadata
-
-    path = make_run(tmp_path / "run")
-    train_once(one_rank(), path, batch_size=32, lr=0.05)
-    events = EventAccumulator(str(path / "tb"))
-    events.Reload()
-    start, experiment = (
-        events.summary_metadata[tag].plugin_data.content
-        for tag in (metadata.SESSION_START_INFO_TAG, metadata.EXPERIMENT_TAG)
-    )
-    shown = metadata.parse_session_start_info_plugin_data(start).hparams
-    assert (shown["lr"].number_value, shown["batch_size"].number_value, shown["optimizer"].string_value) == (
-        0.05,
-        32,
-        "sgd",
-    )
-    assert shown["world_size"].number_value == 1
-    (metric,) = metadata.parse_experiment_plugin_data(experiment).metric_infos
-    assert metric.name.tag == "eval/accuracy"
 
 
 def heavy_modules(group: Group, path: Path) -> set[str]:
@@ -219,54 +194,26 @@ def test_hashes_depend_on_name_shape_type_and_values() -> None:
 # -- what people see
 
 
-def report(eta_s: float) -> TrainReport:
-    return TrainReport(
-        epoch=3,
-        step=902,
-        loss=0.8123,
-        accuracy=0.7131,
-        figures={"images_per_s": 1512.4},
-        train_seconds=12.5,
-        lr=0.16123,
-        epochs_total=10,
-        steps_total=3910,
-        step_in_epoch=120,
-        steps_per_epoch=391,
-        eta_s=eta_s,
-    )
-
-
 @pytest.mark.parametrize(
     ("eta_s", "words"),
     [(31.4, "31 s"), (119.7, "120 s"), (720, "12 min"), (11_400, "3 h 10 min"), (7_199, "2 h 0 min")],
 )
-def test_a_file_gets_a_plain_line_for_each_report(tmp_path: Path, eta_s: float, words: str) -> None:
-    with open(tmp_path / "log", "w") as file:
-        open_progress(file).advance(report(eta_s))
-        assert (tmp_path / "log").read_text() == (
-            f"epoch 3/10 step 120/391 loss 0.812 acc 71.3 % lr 0.161 1,512 img/s eta {words}\n"
-        )
-
-
-def read_terminal(descriptor: int) -> str:
-    """Read until the other end is closed, which a terminal reports as an error."""
-    data = b""
-    with open(descriptor, "rb", buffering=0) as terminal, contextlib.suppress(OSError):
-        while chunk := terminal.read(4096):
-            data += chunk
-    return data.decode()
-
-
-def test_a_terminal_gets_a_bar() -> None:
-    ours, theirs = pty.openpty()
-    with ThreadPoolExecutor() as reader, open(theirs, "w") as terminal:
-        text = reader.submit(read_terminal, ours)
-        progress = open_progress(terminal)
-        progress.advance(report(31))
-        progress.log("[something] happened")
-        progress.close()
-        terminal.close()
-        seen = text.result(timeout=10)
-    assert "epoch 3/10 loss 0.812" in seen
-    assert "902/3910" in seen
-    assert "[something] happened" in seen
+def test_a_report_of_steps_is_one_line(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], eta_s: float, words: str
+) -> None:
+    schedule = plan_schedule(TrainSpec(epochs=10), num_samples=391 * 128, world_size=1)
+    Reporter(RunDir(make_run(tmp_path / "run")), attempt=0, first=True).train(
+        schedule,
+        epoch=3,
+        step=902,
+        step_in_epoch=120,
+        loss=0.8123,
+        accuracy=0.7131,
+        lr=0.16123,
+        figures={"images_per_s": 1512.4},
+        train_seconds=12.5,
+        eta_s=eta_s,
+    )
+    assert capsys.readouterr().err == (
+        f"epoch 3/10 step 120/391 loss 0.812 acc 71.3 % lr 0.161 1,512 img/s eta {words}\n"
+    )

@@ -4,11 +4,14 @@ import pytest
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, refuse_if_stale
+from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_jsonl
 from clusterddp.train.evaluate import Evaluation
+from clusterddp.train.optim import plan_schedule
 from clusterddp.train.report.reporter import Reporter
 from tests.support.storage_faults import away, disk
 
+SCHEDULE = plan_schedule(TrainSpec(epochs=1), num_samples=1000, world_size=1)
 OVERTAKEN = "attempt 1 of the run has begun, this is attempt 0"
 
 
@@ -36,7 +39,7 @@ def test_an_overtaken_attempt_adds_no_metrics(tmp_path):
     reporter = Reporter(run, attempt=0, first=True)
     result = Evaluation(step=1, loss=1.0, correct=1, samples=2)
     with pytest.raises(ClusterddpError, match=OVERTAKEN):
-        reporter.evaluation(result, epoch=1, epochs_total=1, steps_total=1, train_seconds=1.0)
+        reporter.evaluation(result, SCHEDULE, epoch=1, train_seconds=1.0)
     assert not run.metrics.exists()
 
 
@@ -70,7 +73,7 @@ def test_rows_are_lost_while_the_storage_is_away_and_training_goes_on(tmp_path):
 
 def report(reporter, step):
     result = Evaluation(step=step, loss=1.0, correct=1, samples=2)
-    reporter.evaluation(result, epoch=1, epochs_total=1, steps_total=1, train_seconds=1.0)
+    reporter.evaluation(result, SCHEDULE, epoch=1, train_seconds=1.0)
 
 
 def test_an_overtaken_attempt_writes_no_summary(tmp_path):
