@@ -58,7 +58,7 @@ class TrainSpec:
     dataset: ImageSetName = key(
         "shapes",
         "shapes (generated, learnable, needs no file), random (generated noise: its accuracy means nothing), cifar10, "
-        "fashion_mnist, a classification set of torchvision by its class's name in small letters (stl10, cifar100, "
+        "a classification set of torchvision by its class's name in small letters (stl10, cifar100, fashion_mnist, "
         "food101, ...), or folder: your own, data_dir/train/CLASS/*.jpg and data_dir/test (or val).",
     )
     image_size: Side | None = key(
@@ -176,7 +176,7 @@ class TrainSpec:
 FOLDER = "folder"
 GENERATED = ("shapes", "random")
 """Sets that the trainer generates; they have no files."""
-BUILT_IN: Mapping[str, int] = {"shapes": 32, "cifar10": 32, "fashion_mnist": 32, "random": 32}
+BUILT_IN: Mapping[str, int] = {"shapes": 32, "cifar10": 32, "random": 32}
 """The sets that the trainer reads or draws by itself, and the side of their images in pixels."""
 
 _FLAG = ({"train": True}, {"train": False})
@@ -195,6 +195,8 @@ class ImageSet:
     """Pixels along each side of every image; None: they differ, or are not square."""
     halves: tuple[dict[str, Any], dict[str, Any]] = _SPLIT
     """The class's arguments besides its root, for the training images and for the test images."""
+    padding: int = 0
+    """Pixels of black on each side that bring its images to `side`."""
 
 
 IMAGE_SETS: Mapping[str, ImageSet] = {
@@ -206,6 +208,7 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
         )
         for split in ("balanced", "byclass", "bymerge", "digits", "letters", "mnist")
     },
+    "fashion_mnist": ImageSet("FashionMNIST", ("FashionMNIST",), 32, _FLAG, padding=2),
     "fgvcaircraft": ImageSet(
         "FGVCAircraft", ("fgvc-aircraft-2013b",), halves=({"split": "trainval"}, {"split": "test"})
     ),
@@ -225,11 +228,6 @@ IMAGE_SETS: Mapping[str, ImageSet] = {
 
 _ANY_OF: Mapping[str, tuple[str, ...]] = {
     "cifar10": ("cifar-10-batches-py/test_batch", "test_batch"),
-    "fashion_mnist": tuple(
-        f"{folder}t10k-labels-idx1-ubyte{suffix}"
-        for folder in ("", "FashionMNIST/raw/", "/usr/share/datasets/fashion-mnist/")
-        for suffix in ("", ".gz")
-    ),
     FOLDER: ("train",),
 }
 """Files of a set; one of them proves that it is in a directory."""

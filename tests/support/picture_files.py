@@ -49,13 +49,13 @@ def write_cifar100(root: Path) -> None:
     (folder / "meta").write_bytes(pickle.dumps({"fine_label_names": [f"class{index}" for index in range(100)]}))
 
 
-def write_mnist(root: Path) -> None:
-    folder = root / "MNIST" / "raw"
+def write_mnist(root: Path, *, name: str = "MNIST") -> None:
+    folder = root / name / "raw"
     folder.mkdir(parents=True)
-    for name, count in (("train", 5), ("t10k", 3)):
+    for half, count in (("train", 5), ("t10k", 3)):
         for kind, values in (("images-idx3", noise(count, 28, 28)), ("labels-idx1", np.array(labels(count), np.uint8))):
             head = bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape)
-            (folder / f"{name}-{kind}-ubyte").write_bytes(head + values.tobytes())
+            (folder / f"{half}-{kind}-ubyte").write_bytes(head + values.tobytes())
 
 
 def write_gtsrb(root: Path) -> None:

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.data import cifar10, fashion_mnist
-from clusterddp.train.data.image_files import find_source
+from clusterddp.train.data import cifar10
+from clusterddp.train.data.image_files import find_files
 
 
 def main(name: str, directory: str) -> int:
@@ -19,10 +19,8 @@ def main(name: str, directory: str) -> int:
     try:
         if name == "cifar10":
             cifar10.read_cifar10(data_dir, download=True)
-        elif name == "fashion_mnist":
-            fashion_mnist.read_fashion_mnist(data_dir, download=True)
         else:
-            find_source(name, data_dir, download=True)
+            find_files(name, data_dir, download=True)
     except ClusterddpError as error:
         print(f"clusterddp: {error.message}" + (f"\nhint: {error.hint}" if error.hint else ""), file=sys.stderr)
         return error.exit_code

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import hashlib
 import io
-import math
 import pickle
-import re
-import sys
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,7 +36,6 @@ _OFFICIAL_MD5 = {
 }
 
 _LARGEST_FILE_BYTES = 1 << 28
-_FOREIGN_ORDER = ">" if sys.byteorder == "little" else "<"
 _DAMAGE = (
     pickle.UnpicklingError, EOFError, ValueError, TypeError, AttributeError,
     LookupError, ImportError, MemoryError, OverflowError,
@@ -48,15 +43,6 @@ _DAMAGE = (
 """What a damaged stream can make pickle and the stand-ins raise."""
 
 Split = tuple[Tensor, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Batch:
-    """One file: images uint8 [n, 3072], labels 0..9, and whether it is the official file."""
-
-    images: Tensor
-    labels: list[int]
-    official: bool
 
 
 def read_cifar10(data_dir: Path, *, download: bool) -> tuple[Split, Split, str]:
@@ -73,10 +59,14 @@ def read_cifar10(data_dir: Path, *, download: bool) -> tuple[Split, Split, str]:
         folder = download_once("CIFAR10", "CIFAR-10", data_dir, find=find_folder, results=[_FOLDER])
     if folder is None:
         raise missing_error("CIFAR-10", data_dir, wanted=f"the folder {_FOLDER}")
-    batches = [_read_batch(folder / name, md5) for name, md5 in _OFFICIAL_MD5.items()]
+    batches = [_read_batch(folder / name) for name in _OFFICIAL_MD5]
     train, test = _join(batches[:-1]), _join(batches[-1:])
     counts = (len(train[0]), len(test[0]))
-    return train, test, _label(counts, official=all(batch.official for batch in batches))
+    if [md5 for _, _, md5 in batches] == list(_OFFICIAL_MD5.values()):
+        return train, test, "CIFAR-10"
+    if counts != _OFFICIAL_COUNTS:
+        return train, test, f"CIFAR-10 (not the whole set: {counts[0]:,} train, {counts[1]:,} test images)"
+    return train, test, "CIFAR-10 (other encoding: md5 differs from the official files)"
 
 
 def find_folder(data_dir: Path) -> Path | None:
@@ -94,65 +84,35 @@ def find_folder(data_dir: Path) -> Path | None:
     return None
 
 
-def _join(batches: list[_Batch]) -> Split:
-    images = torch.cat([batch.images for batch in batches]).view(-1, 3, 32, 32)
-    labels = [label for batch in batches for label in batch.labels]
-    return images, torch.tensor(labels, dtype=torch.int64)
+def _join(batches: list[tuple[Tensor, list[int], str]]) -> Split:
+    images = torch.cat([images for images, _, _ in batches]).view(-1, 3, 32, 32)
+    return images, torch.tensor([label for _, labels, _ in batches for label in labels], dtype=torch.int64)
 
 
-def _label(counts: tuple[int, int], *, official: bool) -> str:
-    if official:
-        return "CIFAR-10"
-    if counts != _OFFICIAL_COUNTS:
-        return f"CIFAR-10 (not the whole set: {counts[0]:,} train, {counts[1]:,} test images)"
-    return "CIFAR-10 (other encoding: md5 differs from the official files)"
-
-
-def _read_batch(path: Path, official_md5: str) -> _Batch:
+def _read_batch(path: Path) -> tuple[Tensor, list[int], str]:
+    """Return a file's images (uint8, [n, 3072]), their labels, 0..9, and its md5."""
     size = path.stat().st_size
     if size > _LARGEST_FILE_BYTES:
         raise ClusterddpError(f"{path}: {size:,} bytes are more than any file of this data set has")
     content = path.read_bytes()
-    official = hashlib.md5(content, usedforsecurity=False).hexdigest() == official_md5
     batch = _unpickle(content, path)
     if not isinstance(batch, dict):
         raise ClusterddpError(f"{path}: a {type(batch).__name__}, where a batch of CIFAR-10 is a dict")
-    images = _images(_entry(batch, "data", path), path)
-    labels = _labels(_entry(batch, "labels", path), path)
-    if len(images) != len(labels):
-        raise ClusterddpError(f"{path}: {len(images):,} images but {len(labels):,} labels")
-    return _Batch(images=images, labels=labels, official=official)
-
-
-def _entry(batch: dict[Any, Any], name: str, path: Path) -> Any:
-    for key in (name.encode(), name):
-        if key in batch:
-            return batch[key]
-    raise ClusterddpError(f"{path}: no {name!r} in the batch, which has {sorted(map(str, batch))}")
-
-
-def _images(data: Any, path: Path) -> Tensor:
+    data, labels = (batch.get(name.encode(), batch.get(name)) for name in ("data", "labels"))
+    if not isinstance(data, _Array):
+        raise ClusterddpError(f"{path}: data is no array, expected uint8 [n, {_PIXELS}]")
     try:
-        values = data.values() if isinstance(data, _Array) else None
+        images = data.pixels()
     except ValueError as error:
-        raise ClusterddpError(f"{path}: data is {error}") from error
-    if values is None or values.dtype != torch.uint8 or values.ndim != 2 or values.shape[1] != _PIXELS:
-        found = "no array" if values is None else f"{str(values.dtype).removeprefix('torch.')} {list(values.shape)}"
-        raise ClusterddpError(f"{path}: data is {found}, expected uint8 [n, {_PIXELS}]")
-    return values
-
-
-def _labels(labels: Any, path: Path) -> list[int]:
-    try:
-        values = labels.values().tolist() if isinstance(labels, _Array) else labels
-    except ValueError as error:
-        raise ClusterddpError(f"{path}: labels are {error}") from error
-    if not isinstance(values, list) or not all(type(value) is int for value in values):
+        raise ClusterddpError(f"{path}: data is {error}, expected uint8 [n, {_PIXELS}]") from error
+    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
         raise ClusterddpError(f"{path}: labels are not a list of integers")
-    wrong = next((value for value in values if not 0 <= value <= 9), None)
+    wrong = next((label for label in labels if not 0 <= label <= 9), None)
     if wrong is not None:
         raise ClusterddpError(f"{path}: label {wrong} is not in 0..9")
-    return values
+    if len(images) != len(labels):
+        raise ClusterddpError(f"{path}: {len(images):,} images but {len(labels):,} labels")
+    return images, labels, hashlib.md5(content, usedforsecurity=False).hexdigest()
 
 
 def _unpickle(content: bytes, path: Path) -> Any:
@@ -180,17 +140,17 @@ class _RefusedNameError(Exception):
 
 
 class _Dtype:
-    """Stands for numpy.dtype: its text, such as u1, then a state whose second value is the byte order."""
+    """Stands for numpy.dtype: keeps its text, such as u1."""
 
     def __init__(self, text: Any, *_flags: Any) -> None:
-        self.text, self.order = _text(text), "="
+        self.text = text.decode("ascii") if isinstance(text, bytes) else str(text)
 
     def __setstate__(self, state: Any) -> None:
-        self.order = _text(state[1])
+        """Its byte order; a byte has none."""
 
 
 class _Array:
-    """Stands for a numpy array: keeps its description, of which `values` makes a tensor."""
+    """Stands for a numpy array: keeps its description, of which `pixels` makes a tensor."""
 
     def __init__(self, *_description: Any) -> None:
         self._state: Any = None
@@ -199,25 +159,16 @@ class _Array:
         """Keep (version, shape, dtype, is_fortran, bytes), as numpy's `ndarray.__reduce__` writes it."""
         self._state = state
 
-    def values(self) -> Tensor:
-        """Return the array. Raises ValueError when it is not one of integers or does not fit together."""
+    def pixels(self) -> Tensor:
+        """Return the array, one image a row. Raises ValueError when it is something else or does not fit together."""
         whole = isinstance(self._state, tuple) and len(self._state) == 5
         _, shape, dtype, fortran, raw = self._state if whole else (None,) * 5
         if not isinstance(dtype, _Dtype) or not isinstance(raw, bytes | bytearray):
-            raise ValueError("an array that is not of integers")
-        if not re.fullmatch("[iu][1248]", dtype.text) or dtype.order not in ("<", ">", "=", "|"):
-            raise ValueError(f"an array of dtype {dtype.order}{dtype.text}, where integers belong")
-        size = int(dtype.text[1])
-        if not _is_shape(shape) or math.prod(shape) * size != len(raw):
-            raise ValueError(f"an array of shape {shape!r} with {len(raw):,} bytes")
-        octets = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
-        if dtype.order == _FOREIGN_ORDER:
-            octets = octets.view(-1, size).flip(1).reshape(-1)
-        values = octets.view(getattr(torch, f"{'u' if dtype.text[0] == 'u' else ''}int{8 * size}"))
-        try:
-            return values.view(shape[::-1]).permute(*range(len(shape))[::-1]) if fortran else values.view(shape)
-        except (RuntimeError, TypeError, OverflowError) as error:  # no values, in a shape that no array can have
-            raise ValueError(f"an array of shape {shape!r}") from error
+            raise ValueError("an array of objects")
+        if dtype.text != "u1" or shape != (len(raw) // _PIXELS, _PIXELS) or len(raw) % _PIXELS:
+            raise ValueError(f"an array of dtype {dtype.text} and shape {shape!r} with {len(raw):,} bytes")
+        values = torch.frombuffer(bytearray(raw), dtype=torch.uint8) if raw else torch.empty(0, dtype=torch.uint8)
+        return values.view(_PIXELS, -1).T if fortran else values.view(-1, _PIXELS)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -235,21 +186,8 @@ def _from_buffer(raw: Any, dtype: Any, shape: Any, order: Any) -> _Array:
     return array
 
 
-def _scalar(dtype: Any, raw: Any) -> int:
-    return int(_from_buffer(raw, dtype, (), "C").values())
-
-
-def _text(value: Any) -> str:
-    return value.decode("ascii") if isinstance(value, bytes) else str(value)
-
-
-def _is_shape(shape: object) -> TypeGuard[tuple[int, ...]]:
-    return isinstance(shape, tuple) and all(isinstance(length, int) and length >= 0 for length in shape)
-
-
 _STAND_INS: dict[str, Any] = {
     "numpy._core.multiarray._reconstruct": _Array,
-    "numpy._core.multiarray.scalar": _scalar,
     "numpy._core.numeric._frombuffer": _from_buffer,
     "numpy.ndarray": _Array,
     "numpy.dtype": _Dtype,

@@ -9,14 +9,12 @@ import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.spec.train import TrainSpec
-from clusterddp.train.data import cifar10, fashion_mnist
+from clusterddp.spec.train import GENERATED, TrainSpec
+from clusterddp.train.data import cifar10
 from clusterddp.train.data.augment import derive_seed
 from clusterddp.train.data.download import default_data_dir
-from clusterddp.train.data.image_files import demand_memory, mean_and_std, read_images
+from clusterddp.train.data.image_files import Split, demand_memory, demand_samples, mean_and_std, read_images
 from clusterddp.train.data.shapes import CLASSES, generate_shapes
-
-Split = tuple[Tensor, Tensor]
 
 _GENERATED_SAMPLES = 10_000
 _TRAIN, _TEST, _ORDER = 1, 2, 3  # what a seed derived from the spec's is for
@@ -71,26 +69,19 @@ def load_dataset(spec: TrainSpec) -> Dataset:
     the others wait for it and then read.
     Raises: ClusterddpError: the files are missing, damaged or unsafe, or there are fewer images than `spec.samples`.
     """
-    if spec.dataset == "shapes":
-        count = spec.samples or _GENERATED_SAMPLES
-        train = generate_shapes(count, derive_seed(spec.seed, _TRAIN))
-        test = generate_shapes(_test_count(count), derive_seed(spec.seed, _TEST))
-        return _generated(spec, train, test, num_classes=len(CLASSES), label="shapes (generated)")
-    if spec.dataset == "random":
-        return _random_noise(spec)
+    if spec.dataset in GENERATED:
+        return _generate(spec)
     data_dir = Path(spec.data_dir).expanduser() if spec.data_dir else default_data_dir()
-    if spec.dataset == "cifar10":
-        train, test, label = cifar10.read_cifar10(data_dir, download=spec.download)
-        train, label = _first_samples(spec, train, label)
-        return _dataset(spec, train, test, label=label, num_classes=10, mean=cifar10.MEAN, std=cifar10.STD)
-    if spec.dataset == "fashion_mnist":
-        train, test, label = fashion_mnist.read_fashion_mnist(data_dir, download=spec.download)
-        train, label = _first_samples(spec, train, label)
-        grey = fashion_mnist
-        return _dataset(spec, train, test, label=label, num_classes=10, mean=grey.MEAN, std=grey.STD)
-    read = read_images(spec.dataset, data_dir, image_size=spec.image_size, samples=spec.samples, download=spec.download)
-    mean, std = mean_and_std(read.train[0])
-    return _dataset(spec, read.train, read.test, label=read.label, num_classes=read.num_classes, mean=mean, std=std)
+    if spec.dataset != "cifar10":
+        train, test, label, num_classes = read_images(spec, data_dir)
+        mean, std = mean_and_std(train[0])
+        return _dataset(spec, train, test, label=label, num_classes=num_classes, mean=mean, std=std)
+    train, test, label = cifar10.read_cifar10(data_dir, download=spec.download)
+    count, there = spec.samples or len(train[1]), len(train[1])
+    demand_samples(count, there, label)
+    if count < there:
+        train, label = (train[0][:count], train[1][:count]), f"{label}, first {count:,} train images"
+    return _dataset(spec, train, test, label=label, num_classes=10, mean=cifar10.MEAN, std=cifar10.STD)
 
 
 def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
@@ -129,44 +120,24 @@ def batch_indices(
     return indices
 
 
-def _first_samples(spec: TrainSpec, train: Split, label: str) -> tuple[Split, str]:
-    """Cut training images to the first `spec.samples`. Raises ClusterddpError: there are fewer."""
-    count, there = spec.samples or len(train[1]), len(train[1])
-    if count > there:
-        raise ClusterddpError(
-            f"train.samples is {count:,}, but {label} has {there:,} train images",
-            hint="leave train.samples out to use all of them",
-        )
-    if count == there:
-        return train, label
-    return (train[0][:count], train[1][:count]), f"{label}, first {count:,} train images"
-
-
-def _random_noise(spec: TrainSpec) -> Dataset:
-    """Return custom data that has the right form and no content, to try machines without any file."""
+def _generate(spec: TrainSpec) -> Dataset:
     count = spec.samples or _GENERATED_SAMPLES
-    train = _noise(count, derive_seed(spec.seed, _TRAIN))
-    test = _noise(_test_count(count), derive_seed(spec.seed, _TEST))
+    draw = generate_shapes if spec.dataset == "shapes" else _noise
+    train = draw(count, derive_seed(spec.seed, _TRAIN))
+    test = draw(max(1, count // 5), derive_seed(spec.seed, _TEST))
+    deviations, means = torch.std_mean(train[0].float().div_(255), dim=(0, 2, 3))
+    mean, std = tuple(means.tolist()), tuple(deviations.tolist())
+    if spec.dataset == "shapes":
+        return _dataset(spec, train, test, label="shapes (generated)", num_classes=len(CLASSES), mean=mean, std=std)
     warning = "dataset random is noise with random labels: its speed is real, its loss and accuracy mean nothing"
-    return _generated(spec, train, test, num_classes=10, label="random noise", warning=warning)
-
-
-def _test_count(train_count: int) -> int:
-    return max(1, train_count // 5)
+    return _dataset(spec, train, test, label="random noise", num_classes=10, mean=mean, std=std, warning=warning)
 
 
 def _noise(count: int, seed: int) -> Split:
+    """Draw data of the right form without content, to try machines without any file."""
     random = torch.Generator().manual_seed(seed)
     images = torch.randint(0, 256, (count, 3, 32, 32), generator=random, dtype=torch.uint8)
     return images, torch.randint(0, 10, (count,), generator=random)
-
-
-def _generated(
-    spec: TrainSpec, train: Split, test: Split, *, num_classes: int, label: str, warning: str | None = None
-) -> Dataset:
-    deviations, means = torch.std_mean(train[0].float().div_(255), dim=(0, 2, 3))
-    mean, std = tuple(means.tolist()), tuple(deviations.tolist())
-    return _dataset(spec, train, test, label=label, num_classes=num_classes, mean=mean, std=std, warning=warning)
 
 
 def _dataset(

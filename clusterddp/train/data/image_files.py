@@ -5,21 +5,22 @@ from __future__ import annotations
 import operator
 import os
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import free_bytes
-from clusterddp.spec.train import FOLDER, IMAGE_SETS, is_there, kept_side
+from clusterddp.spec.train import FOLDER, IMAGE_SETS, TrainSpec, is_there, kept_side
 from clusterddp.system.units import format_bytes
 from clusterddp.train.data.download import download_once, import_datasets, log, missing_error
+
+Split = tuple[Tensor, Tensor]
 
 _BLOCK = 64  # images that a thread reads at a time
 _FOLDER_HINT = (
@@ -27,101 +28,95 @@ _FOLDER_HINT = (
 )
 
 
-class SplitImages(Protocol):
-    """The training images of a data set, or its test images: an instance of one of torchvision's data sets."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> tuple[Any, Any]:
-        """Return an image, as the transform left it, and its label."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ImageSource:
-    """The files of a data set, and the arguments with which torchvision opens each split."""
-
-    title: str
-    """Its name in messages and beside figures."""
-    root: Path
-    reader: str
-    """The class in torchvision.datasets."""
-    splits: tuple[dict[str, Any], dict[str, Any]]
-    """The arguments of the reader, besides its root: for the training images, for the test images."""
-    hint: str
-
-    def open(self, transform: Callable[[Any], Any]) -> tuple[SplitImages, SplitImages]:
-        """Open the training and the test images; `transform` is given each PIL image.
-
-        Raises: ClusterddpError: torchvision cannot, or the two splits have different classes.
-        """
-        try:
-            reader = getattr(import_datasets(), self.reader)
-            train, test = (reader(**{"root": str(self.root)} | split, transform=transform) for split in self.splits)
-        except ImportError as error:
-            raise ClusterddpError(
-                f"{socket.gethostname()}: torchvision reads {self.title}, and cannot be imported: {error}",
-                hint="install torchvision beside torch, and the package that is named: pip install torchvision",
-            ) from error
-        except (OSError, RuntimeError, ValueError, KeyError) as error:
-            cause = " ".join(f"{type(error).__name__}: {error}".split())
-            raise ClusterddpError(
-                f"{self.root}: torchvision cannot read {self.title}: {cause}", hint=self.hint
-            ) from error
-        names = [{str(name) for name in getattr(split, "classes", [])} for split in (train, test)]
-        apart = sorted(names[0] ^ names[1])
-        if all(names) and apart:  # a label means one class only if both have the same
-            raise ClusterddpError(
-                f"{self.title}: the training images and the test images have other classes: only one of them has "
-                f"{', '.join(apart[:5])}{' and so on' if len(apart) > 5 else ''}",
-                hint=_FOLDER_HINT,
-            )
-        return train, test
-
-
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Images:
-    """A data set in memory: uint8 [n, channel, side, side] and int64 [n] of each split."""
-
-    label: str
-    train: tuple[Tensor, Tensor]
-    test: tuple[Tensor, Tensor]
-    num_classes: int
-
-
-def read_images(name: str, data_dir: Path, *, image_size: int | None, samples: int | None, download: bool) -> Images:
+def read_images(spec: TrainSpec, data_dir: Path) -> tuple[Split, Split, str, int]:
     """Read a set into memory, brought to the size at which it is kept; of its training images `samples`, evenly spaced.
 
+    Return the train split, the test split (uint8 [n, channel, side, side], int64 [n]), what to call figures got on
+    them, and the number of classes.
     Raises: ClusterddpError: it is not there and cannot be downloaded; it does not fit into memory; an image cannot be
     read, or has another size.
     """
-    source = find_source(name, data_dir, download=download)
-    side = kept_side(name, image_size)
-    one_size = name in IMAGE_SETS and IMAGE_SETS[name].side is not None
-    whole = source.open(partial(_to_tensor, side=side, may_be_grey=one_size))
-    count, there = samples or len(whole[0]), len(whole[0])
-    label = f"{source.title} ({there:,} train, {len(whole[1]):,} test images)"
+    title, reader, splits, hint = find_files(spec.dataset, data_dir, download=spec.download)
+    known = IMAGE_SETS.get(spec.dataset)
+    transform = partial(
+        _to_tensor,
+        side=kept_side(spec.dataset, spec.image_size),
+        may_be_grey=known is not None and known.side is not None,
+        padding=known.padding if known else 0,
+    )
+    try:
+        kind = getattr(import_datasets(), reader)
+        train, test = (kind(**{"root": str(data_dir)} | split, transform=transform) for split in splits)
+    except ImportError as error:
+        raise ClusterddpError(
+            f"{socket.gethostname()}: torchvision reads {title}, and cannot be imported: {error}",
+            hint="install torchvision beside torch, and the package that is named: pip install torchvision",
+        ) from error
+    except (OSError, RuntimeError, ValueError, KeyError) as error:
+        cause = " ".join(f"{type(error).__name__}: {error}".split())
+        raise ClusterddpError(f"{data_dir}: torchvision cannot read {title}: {cause}", hint=hint) from error
+    names = [{str(name) for name in getattr(split, "classes", [])} for split in (train, test)]
+    apart = sorted(names[0] ^ names[1])
+    if all(names) and apart:  # a label means one class only if both have the same
+        raise ClusterddpError(
+            f"{title}: the training images and the test images have other classes: only one of them has "
+            f"{', '.join(apart[:5])}{' and so on' if len(apart) > 5 else ''}",
+            hint=_FOLDER_HINT,
+        )
+    count, there = spec.samples or len(train), len(train)
+    label = f"{title} ({there:,} train, {len(test):,} test images)"
+    demand_samples(count, there, label)
+    if not (there and len(test)):
+        raise ClusterddpError(f"{title}: found {there} training and {len(test)} test images")
+    shape = _read_image(train, 0)[0].shape
+    if shape[1] != shape[2]:
+        raise _other_size(train, 0, shape, "expected a square")
+    used = count + len(test)
+    demand_memory(f"{title}: {used:,} images of {shape[2]}x{shape[1]} pixels", used * shape.numel())
+    log.info("reading %s: %s images", title, f"{used:,}")
+    # Files are often ordered by class.
+    train_images = _read_split(train, [index * there // count for index in range(count)], shape)
+    test_images = _read_split(test, range(len(test)), shape)
+    num_classes = max(len(names[0]), 1 + int(torch.cat((train_images[1], test_images[1])).max()))
+    return train_images, test_images, label if count == there else f"{label}, {count:,} train images", num_classes
+
+
+def find_files(name: str, data_dir: Path, *, download: bool) -> tuple[str, str, Sequence[dict[str, Any]], str]:
+    """Find the files of the set `name` in `data_dir`, after a download if need be.
+
+    Return its name for messages, torchvision's class for it, that one's arguments for the training images and for the
+    test images, and a hint for when it cannot read them.
+    Raises: ClusterddpError: they are not there and cannot be downloaded.
+    """
+    if name == FOLDER:
+        test = next((name for name in ("test", "val") if (data_dir / name).is_dir()), "test")
+        for half in ("train", test):
+            if not (data_dir / half).is_dir():
+                raise ClusterddpError(f"{data_dir}: has no directory {half}", hint=_FOLDER_HINT)
+        splits = [{"root": str(data_dir / half)} for half in ("train", test)]
+        return f"folder {data_dir}", "ImageFolder", splits, _FOLDER_HINT
+    if name not in IMAGE_SETS:
+        raise ClusterddpError(f"train.dataset {name} was removed", hint="a script of your own reads it: docs/entry.md")
+    known = IMAGE_SETS[name]
+
+    def find(directory: Path) -> Path | None:
+        return directory if is_there(name, directory) else None
+
+    if find(data_dir) is None:
+        if not download:
+            raise missing_error(known.reader, data_dir, wanted=" and ".join(known.files))
+        download_once(known.reader, known.reader, data_dir, find=find, results=known.files, halves=known.halves)
+    hint = "complete the files, or remove them to have them downloaded again"
+    return known.reader, known.reader, known.halves, hint
+
+
+def demand_samples(count: int, there: int, label: str) -> None:
+    """Raise ClusterddpError if there are fewer than `count` training images."""
     if count > there:
         raise ClusterddpError(
             f"train.samples is {count:,}, but {label} has {there:,} train images",
             hint="leave train.samples out to use all of them",
         )
-    if not (there and len(whole[1])):
-        raise ClusterddpError(f"{source.title}: found {there} training and {len(whole[1])} test images")
-    shape = _read_image(whole[0], 0)[0].shape
-    if shape[1] != shape[2]:
-        raise _other_size(whole[0], 0, shape, "expected a square")
-    used = count + len(whole[1])
-    demand_memory(f"{source.title}: {used:,} images of {shape[2]}x{shape[1]} pixels", used * shape.numel())
-    log.info("reading %s: %s images", source.title, f"{used:,}")
-    # Files are often ordered by class.
-    train = _read_split(whole[0], [index * there // count for index in range(count)], shape)
-    test = _read_split(whole[1], range(len(whole[1])), shape)
-    return Images(
-        label=label if count == there else f"{label}, {count:,} train images",
-        train=train,
-        test=test,
-        num_classes=max(len(getattr(whole[0], "classes", ())), 1 + int(torch.cat((train[1], test[1])).max())),
-    )
 
 
 def demand_memory(what: str, num_bytes: int, *, device: torch.device | None = None) -> None:
@@ -157,35 +152,7 @@ def mean_and_std(images: Tensor) -> tuple[tuple[float, ...], tuple[float, ...]]:
     return tuple(mean.tolist()), tuple(variance.sqrt().tolist())
 
 
-def find_source(name: str, data_dir: Path, *, download: bool) -> ImageSource:
-    """Find the files of the set `name` in `data_dir`, after a download if need be.
-
-    Raises: ClusterddpError: they are not there and cannot be downloaded.
-    """
-    if name == FOLDER:
-        test = next((name for name in ("test", "val") if (data_dir / name).is_dir()), "test")
-        for half in ("train", test):
-            if not (data_dir / half).is_dir():
-                raise ClusterddpError(f"{data_dir}: has no directory {half}", hint=_FOLDER_HINT)
-        splits = {"root": str(data_dir / "train")}, {"root": str(data_dir / test)}
-        title = f"folder {data_dir}"
-        return ImageSource(title=title, root=data_dir, reader="ImageFolder", splits=splits, hint=_FOLDER_HINT)
-    if name not in IMAGE_SETS:
-        raise ClusterddpError(f"train.dataset {name} was removed", hint="a script of your own reads it: docs/entry.md")
-    known = IMAGE_SETS[name]
-
-    def find(directory: Path) -> Path | None:
-        return directory if is_there(name, directory) else None
-
-    if find(data_dir) is None:
-        if not download:
-            raise missing_error(known.reader, data_dir, wanted=" and ".join(known.files))
-        download_once(known.reader, known.reader, data_dir, find=find, results=known.files, halves=known.halves)
-    hint = "complete the files, or remove them to have them downloaded again"
-    return ImageSource(title=known.reader, root=data_dir, reader=known.reader, splits=known.halves, hint=hint)
-
-
-def _read_split(split: SplitImages, indices: Sequence[int], shape: torch.Size) -> tuple[Tensor, Tensor]:
+def _read_split(split: Any, indices: Sequence[int], shape: torch.Size) -> tuple[Tensor, Tensor]:
     """Read images, on every core, and their labels."""
     pixels, labels = torch.empty(len(indices), *shape, dtype=torch.uint8), torch.empty(len(indices), dtype=torch.int64)
 
@@ -204,7 +171,7 @@ def _read_split(split: SplitImages, indices: Sequence[int], shape: torch.Size) -
     return pixels, labels
 
 
-def _read_image(split: SplitImages, index: int) -> tuple[Tensor, int]:
+def _read_image(split: Any, index: int) -> tuple[Tensor, int]:
     """Return an image (uint8, [channel, height, width]) and its label."""
     try:
         image, label = split[index]
@@ -216,25 +183,29 @@ def _read_image(split: SplitImages, index: int) -> tuple[Tensor, int]:
     return image, operator.index(label)
 
 
-def _to_tensor(image: Any, *, side: int | None, may_be_grey: bool) -> Tensor:
-    """Make a tensor (uint8, [channel, height, width]) of a PIL image; with `side`, of the square in its middle."""
+def _to_tensor(image: Any, *, side: int | None, may_be_grey: bool, padding: int) -> Tensor:
+    """Make a tensor (uint8, [channel, height, width]) of a PIL image; with `side`, of the square in its middle.
+
+    `padding`: the width of a black border that is put around it first.
+    """
     from PIL import Image, ImageOps
 
     image = image.convert("L" if may_be_grey and image.mode == "L" else "RGB")
+    image = ImageOps.expand(image, padding) if padding else image
     if side is not None and image.size != (side, side):
         image = ImageOps.fit(image, (side, side), Image.Resampling.BILINEAR)
     values = torch.frombuffer(bytearray(image.tobytes()), dtype=torch.uint8)
     return values.view(image.height, image.width, -1).permute(2, 0, 1)
 
 
-def _other_size(split: SplitImages, index: int, shape: torch.Size, expected: str) -> ClusterddpError:
+def _other_size(split: Any, index: int, shape: torch.Size, expected: str) -> ClusterddpError:
     return ClusterddpError(
         f"{_name(split, index)}: has {shape[2]}x{shape[1]} pixels, {expected}",
         hint="train.image_size=224 brings all images to 224x224",
     )
 
 
-def _name(split: SplitImages, index: int) -> str:
+def _name(split: Any, index: int) -> str:
     """Name an image: its file, where torchvision has it."""
     samples = getattr(split, "samples", None)
     return str(samples[index][0]) if samples else f"image {index:,} of {type(split).__name__}"

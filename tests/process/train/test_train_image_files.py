@@ -6,12 +6,13 @@ import itertools
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from PIL import Image
+from PIL import Image, ImageOps
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.train import BUILT_IN, IMAGE_SETS, TrainSpec
@@ -76,6 +77,7 @@ def test_stl10_is_kept_at_its_own_size_and_seen_at_224_pixels(stl10: Path) -> No
     [
         ("cifar100", files.write_cifar100, (3, 32, 32), 100),
         ("mnist", files.write_mnist, (1, 28, 28), 5),
+        ("fashion_mnist", partial(files.write_mnist, name="FashionMNIST"), (1, 32, 32), 5),
         ("gtsrb", files.write_gtsrb, (3, 30, 30), 2),
         ("svhn", files.write_svhn, (3, 32, 32), 5),
         ("flowers102", files.write_flowers102, (3, 30, 30), 102),
@@ -94,7 +96,8 @@ def test_a_set_by_name_is_what_torchvision_reads(
     assert dataset.train_labels.tolist() == [label for _, label in halves[0]]
     assert dataset.test_labels.tolist() == [label for _, label in halves[1]]
     if known.side is not None:
-        first = torch.tensor(list(halves[1][2][0].tobytes()), dtype=torch.uint8)
+        third = ImageOps.expand(halves[1][2][0], known.padding)
+        first = torch.tensor(list(third.tobytes()), dtype=torch.uint8)
         assert torch.equal(dataset.test_images[2].permute(1, 2, 0).flatten(), first)
 
 

@@ -93,17 +93,10 @@ def test_cifar10_is_read_as_python_2_wrote_it(cifar10_dir: Path) -> None:
     assert_holds_the_batches(load_cifar10(cifar10_dir))
 
 
-def test_cifar10_is_read_with_text_keys_and_labels_as_an_array(cifar10_dir: Path) -> None:
+def test_cifar10_is_read_with_text_keys(cifar10_dir: Path) -> None:
     for number, name in enumerate(BATCHES):
         texts = {key.decode(): value for key, value in batch(number).items()}
-        texts["labels"] = np.array(texts["labels"])
         (cifar10_dir / "cifar-10-batches-py" / name).write_bytes(pickle.dumps(texts, protocol=4))
-    assert_holds_the_batches(load_cifar10(cifar10_dir))
-
-
-@pytest.mark.parametrize("dtype", ["<i2", ">i4", ">i8", "|u1", "<u8"])
-def test_labels_are_read_as_integers_of_any_size_and_byte_order(cifar10_dir: Path, dtype: str) -> None:
-    spoil(cifar10_dir, "data_batch_1", labels=np.array(batch(0)[b"labels"], dtype=dtype))
     assert_holds_the_batches(load_cifar10(cifar10_dir))
 
 
@@ -160,7 +153,7 @@ def test_a_pickle_that_calls_anything_is_refused_by_file_and_name(
 
 def test_an_array_of_objects_is_refused(cifar10_dir: Path) -> None:
     spoil(cifar10_dir, "data_batch_2", data=np.array([[1, "x"]], dtype=object))
-    with pytest.raises(ClusterddpError, match=r"data_batch_2: data is an array that is not of integers"):
+    with pytest.raises(ClusterddpError, match=r"data_batch_2: data is an array of objects, expected uint8"):
         load_cifar10(cifar10_dir)
 
 
@@ -191,9 +184,9 @@ def test_any_flipped_byte_is_read_or_named_but_never_crashes(cifar10_dir: Path) 
         ({"labels": [0, -1, 1, 2]}, "label -1 is not in 0..9"),
         ({"labels": [0, 1]}, "4 images but 2 labels"),
         ({"labels": "cats"}, "labels are not a list of integers"),
-        ({"data": np.zeros((4, 3071), np.uint8)}, r"data is uint8 \[4, 3071\], expected uint8 \[n, 3072\]"),
-        ({"data": np.zeros((4, 3072), np.int16)}, r"data is int16 \[4, 3072\]"),
-        ({"data": np.zeros((4, 3072), np.float32)}, "dtype <f4, where integers belong"),
+        ({"labels": np.zeros(4, np.int64)}, "labels are not a list of integers"),
+        ({"data": np.zeros((4, 3071), np.uint8)}, r"dtype u1 and shape \(4, 3071\) .*, expected uint8 \[n, 3072\]"),
+        ({"data": np.zeros((4, 3072), np.int16)}, r"dtype i2 and shape \(4, 3072\)"),
         ({"data": [1, 2, 3]}, "data is no array"),
     ],
 )

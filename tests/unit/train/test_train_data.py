@@ -1,13 +1,9 @@
 from __future__ import annotations
 
-import gzip
-import struct
 import subprocess
 import sys
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -110,72 +106,6 @@ def test_random_data_carries_the_warning_that_its_accuracy_means_nothing() -> No
     assert dataset.label == "random noise"
     assert "mean nothing" in str(dataset.warning)
     assert load(dataset="shapes", samples=20).warning is None
-
-
-def idx(values: np.ndarray) -> bytes:
-    return bytes((0, 0, 8, values.ndim)) + struct.pack(f">{values.ndim}I", *values.shape) + values.tobytes()
-
-
-def write_fashion_mnist(folder: Path, *, zipped: bool) -> tuple[np.ndarray, np.ndarray]:
-    folder.mkdir(parents=True, exist_ok=True)
-    random = np.random.default_rng(0)
-    images, labels = random.integers(0, 256, (6, 28, 28), dtype=np.uint8), random.integers(0, 10, 6, dtype=np.uint8)
-    files = {"train-images-idx3": images, "train-labels-idx1": labels}
-    files |= {"t10k-images-idx3": images[:2], "t10k-labels-idx1": labels[:2]}
-    for name, values in files.items():
-        path = folder / f"{name}-ubyte{'.gz' if zipped else ''}"
-        path.write_bytes(gzip.compress(idx(values)) if zipped else idx(values))
-    return images, labels
-
-
-def load_fashion_mnist(folder: Path) -> Dataset:
-    return load(dataset="fashion_mnist", data_dir=str(folder), download=False)
-
-
-@pytest.mark.parametrize(("place", "zipped"), [(".", True), (".", False), ("FashionMNIST/raw", False)])
-def test_fashion_mnist_is_read_zipped_or_plain_and_padded_to_32x32(tmp_path: Path, place: str, zipped: bool) -> None:
-    images, labels = write_fashion_mnist(tmp_path / place, zipped=zipped)
-    dataset = load_fashion_mnist(tmp_path)
-    assert tuple(dataset.train_images.shape) == (6, 1, 32, 32)
-    assert torch.equal(dataset.train_images[:, 0, 2:30, 2:30], torch.from_numpy(images))
-    assert int(dataset.train_images.long().sum()) == int(images.sum())
-    assert dataset.train_labels.tolist() == labels.tolist()
-    assert dataset.label == "Fashion-MNIST (not the whole set: 6 train, 2 test)"
-    assert len(dataset.mean) == len(dataset.std) == 1
-
-
-@pytest.mark.parametrize(
-    ("content", "complaint"),
-    [
-        (b"", "begins with nothing"),
-        (b"\x00\x00\x09\x03" + bytes(12), r"begins with 00 00 09 03.*expected 00 00 08 03"),
-        (idx(np.zeros((6, 28, 28), np.uint8))[:-1], "4,703 bytes of values, the header has 4,704"),
-        (idx(np.zeros((6, 28, 28), np.uint8)) + b"x", "more bytes of values, the header has 4,704"),
-        (idx(np.zeros((6, 28, 27), np.uint8)), r"images of \[28, 27\], expected 28x28"),
-        (bytes((0, 0, 8, 3)) + b"\xff" * 12, "the header claims 4,294,967,295 entries"),
-        (idx(np.zeros((5, 28, 28), np.uint8)), "6 labels for 5 images"),
-    ],
-)
-def test_an_idx_file_that_does_not_fit_is_named(tmp_path: Path, content: bytes, complaint: str) -> None:
-    write_fashion_mnist(tmp_path, zipped=False)
-    (tmp_path / "train-images-idx3-ubyte").write_bytes(content)
-    with pytest.raises(ClusterddpError, match=rf"train-(images|labels)-idx.-ubyte: .*{complaint}"):
-        load_fashion_mnist(tmp_path)
-
-
-def test_a_zipped_idx_file_cut_short_is_named(tmp_path: Path) -> None:
-    write_fashion_mnist(tmp_path, zipped=True)
-    path = tmp_path / "t10k-images-idx3-ubyte.gz"
-    path.write_bytes(path.read_bytes()[:-20])
-    with pytest.raises(ClusterddpError, match=r"t10k-images-idx3-ubyte\.gz: cut short or damaged"):
-        load_fashion_mnist(tmp_path)
-
-
-def test_a_label_out_of_range_is_named(tmp_path: Path) -> None:
-    write_fashion_mnist(tmp_path, zipped=False)
-    (tmp_path / "t10k-labels-idx1-ubyte").write_bytes(idx(np.array([3, 10], np.uint8)))
-    with pytest.raises(ClusterddpError, match=r"t10k-labels-idx1-ubyte: label 10 is not in 0\.\.9"):
-        load_fashion_mnist(tmp_path)
 
 
 def test_the_trainers_data_rooms_do_not_import_torchvision() -> None:
