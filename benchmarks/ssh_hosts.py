@@ -41,27 +41,28 @@ from tests.testbed.rack import running_rack
 CONNECT = """
 import json, os, resource, sys, threading
 from clusterddp.errors import SshError
-from clusterddp.places.ssh.connections import Fan, connect_all
+from clusterddp.places.ssh.connections import Connector, call_each
+from clusterddp.places.ssh.transport import execute
 hosts = sys.argv[1].split(",")
-made = connect_all(hosts, environ=os.environ)
+with Connector(os.environ) as connector:
+    made = call_each(connector.connect, hosts)
 assert not [error for error in made.values() if isinstance(error, SshError)], made
 
 def run(host):
-    channel = made[host].execute("true")
-    return channel.recv_exit_status()
+    return execute(made[host].transport, made[host].destination, "true").recv_exit_status()
 
-assert set(Fan(hosts, run, lambda result: None).results(64).values()) == {0}
+assert set(call_each(run, hosts).values()) == {0}
 threads = threading.active_count()
-for connection in made.values():
-    connection.close()
+for session in made.values():
+    session.close()
 print(json.dumps({"threads": threads, "peak_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024}))
 """
 AGENTS = """
 import json, os, resource, sys, threading
 from clusterddp.places.ssh.session import Session
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.planning.ssh import SshNode
 from clusterddp.places.ssh.sessions import open_sessions
-accesses = [HostAccess(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
+accesses = [SshNode(host=host, python=sys.executable) for host in sys.argv[1].split(",")]
 made = open_sessions(accesses, environ=os.environ)
 assert all(isinstance(session, Session) for session in made.values()), made
 threads = threading.active_count()

@@ -86,6 +86,7 @@ def trace(owner, name, show=None):
 import clusterddp.cli.main
 import clusterddp.cli.submit
 import clusterddp.submission.submit as submit
+from clusterddp.places.ssh import connections
 from clusterddp.places.ssh import launcher as ssh
 from clusterddp.places.ssh import sessions
 from clusterddp.places.ssh import session
@@ -93,8 +94,8 @@ rows.append((begun, time.time() - begun, "import clusterddp"))
 trace(submit, "make_run")
 for name in ("open_host_sessions", "preflight", "upload_run", "lease_gpus", "settle_network", "_prepare"):
     trace(ssh, name)
-trace(sessions, "connect_all")
-trace(session.Session, "begin", lambda self, *rest: f"  boot {self.host}")
+trace(connections.Connector, "connect", lambda self, host, *rest: f"  connect {host}")
+trace(session.Session, "start_agent", lambda self, *rest: f"  boot {self.host}")
 trace(session.Session, "ask", lambda self, do, *rest: f"  {do} {self.host}")
 trace(sessions.HostSessions, "close")
 try:

@@ -24,10 +24,10 @@ from tests.testbed.rack import Rack, running_rack
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = """
 import json, os, sys, time
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.planning.ssh import SshNode
 from clusterddp.places.ssh.sessions import open_sessions
 from clusterddp.places.ssh.upload import Uploader, upload_data
-sessions = open_sessions([HostAccess(host="node1", python=sys.executable)], environ=os.environ)
+sessions = open_sessions([SshNode(host="node1", python=sys.executable)], environ=os.environ)
 times = []
 uploader = Uploader(sessions=sessions, watch=lambda progress: times.append(time.monotonic()))
 upload_data(sys.argv[1], sys.argv[2], uploader)

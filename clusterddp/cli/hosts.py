@@ -16,7 +16,7 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.config import Destination
-    from clusterddp.places.ssh.connections import Connection
+    from clusterddp.places.ssh.connections import Connector
 
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -30,11 +30,11 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
 
     Exit code 3 when any host fails; the command that fixes it is printed below the host.
     """
-    from clusterddp.places.ssh.connections import connect_all
+    from clusterddp.places.ssh.connections import Connector, call_each
     from clusterddp.spec.hosts import expand_all
 
-    results = connect_all(expand_all(hosts), environ=terminal.environ)
-    found = {host: _measure(result) for host, result in results.items()}
+    with Connector(terminal.environ) as connector:
+        found = call_each(lambda host: _measure(connector, host), expand_all(hosts))
     healthy = not any(isinstance(each, SshError) for each in found.values())
     if output == "json":
         rows = [
@@ -58,7 +58,7 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     clusterddp hosts trust node[1-4]
     clusterddp hosts trust --yes node1=SHA256:...    when the fingerprint is known from elsewhere
     """
-    from clusterddp.places.ssh.connections import scan_all
+    from clusterddp.places.ssh.connections import Connector, call_each
     from clusterddp.places.ssh.keys import add_known_hosts, check_expected
 
     names, expected = _parse_expected(hosts)
@@ -68,7 +68,8 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
             hint=f"--yes {missing[0]}=SHA256:...; on the host: ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub",
         )
     unknown, failed = _unknown(names, expected, terminal)
-    scanned = scan_all(unknown, environ=terminal.environ)
+    with Connector(terminal.environ) as connector:
+        scanned = call_each(connector.scan, unknown)
     shown = {destination: key for destination, key in scanned.items() if not isinstance(key, SshError)}
     failed += [error for error in scanned.values() if isinstance(error, SshError)]
     for error in failed:
@@ -160,25 +161,22 @@ def _unknown(
     return unknown, failed
 
 
-def _measure(result: Connection | SshError) -> dict[str, Any] | SshError:
-    """Describe how a host was reached, and close the connection."""
-    if isinstance(result, SshError):
-        return result
-    with result:
-        try:
-            round_trip_s = result.measure_round_trip_s()
-        except SshError as error:
-            return error
-        way = result.destination
+def _measure(connector: Connector, host: str) -> dict[str, Any]:
+    """Connect to a host, and describe how it was reached."""
+    session = connector.connect(host)
+    try:
+        way = session.destination
         return {
             "hostname": way.hostname,
             "port": way.port,
             "user": way.user,
             "jumps": [jump.host for jump in way.jumps],
-            "key_type": result.key.type,
-            "fingerprint": result.key.fingerprint,
-            "round_trip_ms": round(1000 * round_trip_s, 1),
+            "key_type": session.key.type,
+            "fingerprint": session.key.fingerprint,
+            "round_trip_ms": round(1000 * session.measure_round_trip_s(), 1),
         }
+    finally:
+        session.close()
 
 
 def _check_lines(found: Mapping[str, dict[str, Any] | SshError]) -> list[str]:

@@ -65,21 +65,21 @@ class Selection:
 
         Raises: UsageError: the run is on Slurm.
         """
-        from clusterddp.planning.ssh import HostAccess
+        from clusterddp.planning.ssh import SshNode
         from clusterddp.spec.hosts import expand_all
-        from clusterddp.view.ps import DEFAULT_ROOT, Hosts, ThisMachine, accesses_of
+        from clusterddp.view.ps import DEFAULT_ROOT, Hosts, ThisMachine, hosts_of
 
         root = self.root or DEFAULT_ROOT
         if self.hosts:
             return Hosts(
-                [HostAccess(host=host, python=self.python, root=root) for host in expand_all(self.hosts)], environ
+                [SshNode(host=host, python=self.python, root=root) for host in expand_all(self.hosts)], environ
             )
         if self.python:
             raise UsageError("--python is that of --hosts, and there are none")
         if self.name is None:
             return ThisMachine(self.runs_dir, root)
         run = find_run(self.runs_dir, self.name)
-        if of_run := accesses_of(run):
+        if of_run := hosts_of(run):
             return Hosts(of_run, environ)
         if read_run(run).launcher == "slurm":
             raise UsageError(

@@ -56,7 +56,7 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.host_run import HostRun
-    from clusterddp.planning.ssh import HostAccess
+    from clusterddp.planning.ssh import SshNode
 
 _HOSTS_TIMEOUT_S = 6.0
 """How long the hosts of runs that have not ended may take to answer."""
@@ -250,7 +250,7 @@ class Removal:
                     if view.state is RunState.UNKNOWN:
                         raise UsageError(f"{run.name}: whether it has ended is not known: {view.reason}")
                     raise UsageError(f"{run.name} is {view.state.value}", hint=f"clusterddp cancel {run.name} ends it")
-                hosts = tuple(access.host for access, _ in find_host_runs(run)) if record.launcher == "ssh" else ()
+                hosts = tuple(each.host for each in find_host_runs(run)) if record.launcher == "ssh" else ()
                 changed = (each.stat().st_mtime for each in (run.path, *(each.path for each in run.attempts()[-1:])))
                 ended, usage = view.end.ended if view.end else max(changed), measure_run(run)
                 yield Candidate(run=run, record=record, view=view, ended=ended, usage=usage, hosts=hosts, seen=seen)
@@ -310,18 +310,18 @@ def _remove_on_hosts(candidates: Sequence[Candidate], environ: Mapping[str, str]
     from clusterddp.places.ssh.host_run import find_host_runs
     from clusterddp.view.ps import Hosts
 
-    groups: dict[tuple[HostAccess, ...], list[HostRun]] = {}
+    groups: dict[tuple[SshNode, ...], list[HostRun]] = {}
     kept: dict[str, ClusterddpError] = {}
     for run in [each.run for each in candidates if each.record.launcher == "ssh"]:
         found = find_host_runs(run)
         if found:
-            groups.setdefault(tuple(access for access, _ in found), []).append(found[0][1])
+            groups.setdefault(tuple(each.node for each in found), []).append(found[0])
         else:
             kept[run.name] = _stays(run.name, "its hosts", "are not known: its plan cannot be read")
-    for accesses, host_runs in groups.items():
+    for nodes, host_runs in groups.items():
         run_of = {f"runs/{each.name}": each.run.name for each in host_runs}
-        with Hosts(accesses, environ) as hosts:
-            answers = hosts.remove({access.host: list(run_of) for access in accesses}, None)
+        with Hosts(nodes, environ) as hosts:
+            answers = hosts.remove({node.host: list(run_of) for node in nodes}, None)
         for host, answer in answers.items():
             if isinstance(answer, SshError):
                 kept |= {run: _stays(run, host, f"cannot be asked: {answer.message}") for run in run_of.values()}

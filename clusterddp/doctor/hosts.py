@@ -21,7 +21,7 @@ from clusterddp.facts.judge import (
 from clusterddp.facts.machine import Machine
 from clusterddp.network.choice import Findings
 from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
-from clusterddp.places.ssh.connections import AT_ONCE, Fan
+from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.launcher import ask_hosts, needs_of
 from clusterddp.places.ssh.network import GangNetwork, examine_network
 from clusterddp.places.ssh.session import Reply, Session
@@ -99,21 +99,16 @@ def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> 
 def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
     """Read the clocks of the hosts, by the quickest of a few answers each; those that do not answer are left out."""
 
-    def ask(host: str) -> Clock | SshError:
-        best = None
-        try:
-            for _ in range(_ROUND_TRIPS):
-                started, before = time.time(), time.monotonic()
-                there = sessions[host].ask("beat").facts["time"]
-                passed = time.monotonic() - before
-                if best is None or passed < best.round_trip_s:
-                    best = Clock(offset_s=there - (started + passed / 2), round_trip_s=passed)
-        except SshError as error:
-            return error
-        assert best is not None
-        return best
+    def ask(host: str) -> Clock:
+        clocks = []
+        for _ in range(_ROUND_TRIPS):
+            started, before = time.time(), time.monotonic()
+            there = sessions[host].ask("beat").facts["time"]
+            passed = time.monotonic() - before
+            clocks.append(Clock(offset_s=there - (started + passed / 2), round_trip_s=passed))
+        return min(clocks, key=lambda clock: clock.round_trip_s)
 
-    results = Fan(sessions, ask, lambda result: None).results(AT_ONCE)
+    results = call_each(ask, sessions)
     return {host: result for host, result in results.items() if isinstance(result, Clock)}
 
 
@@ -135,10 +130,10 @@ def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
 
 
 def _judge_session(session: Session, clocks: Mapping[str, Clock]) -> Result:
-    destination, clock = session.connection.destination, clocks.get(session.host)
+    destination, clock = session.destination, clocks.get(session.host)
     jumps = [jump.host for jump in destination.jumps]
     round_trip_s = clock.round_trip_s if clock else None
-    return judge_connection(session.connection.key.type, destination.user, jumps, round_trip_s)
+    return judge_connection(session.key.type, destination.user, jumps, round_trip_s)
 
 
 def judge_connection(key_type: str, user: str, jumps: Sequence[str], round_trip_s: float | None) -> Result:

@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,26 +22,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostAccess:
-    """A host, and which Python runs the agent there."""
-
-    host: str
-    python: str | None = None
-    venv: str | None = None
-    conda: str | None = None
-    modules: tuple[str, ...] = ()
-    root: str = "~/.clusterddp"
-    host_key: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SshNode:
-    """One host of the run."""
+    """A host, how it is reached, and which Python runs the agent there; and what one run has on it.
+
+    Hosts of several runs are equal when they are reached in the same way.
+    """
 
     host: str
     """The name that `ssh` takes."""
-    node_rank: int
-    gpus: int
+    node_rank: int = field(default=0, compare=False)
+    gpus: int = field(default=0, compare=False)
     """How many GPUs it leases; 0: its ranks compute on the CPU."""
     python: str | None = None
     venv: str | None = None
@@ -49,6 +39,8 @@ class SshNode:
     modules: tuple[str, ...] = ()
     host_key: str | None = None
     """The host key that it must present."""
+    root: str = "~/.clusterddp"
+    """The directory of all of clusterddp's files there; in a plan it is that of all hosts."""
 
     @property
     def python_words(self) -> str:
@@ -86,13 +78,15 @@ class SshPlan:
     home: str | None = None
     """In a host's copy of the plan: the home directory there; all paths are then absolute."""
 
-    def accesses(self) -> list[HostAccess]:
-        """Return how to reach each host, in the order of the nodes."""
-        names = ("host", "python", "venv", "conda", "modules", "host_key")
-        return [HostAccess(root=self.root, **{name: getattr(node, name) for name in names}) for node in self.hosts]
+    def __post_init__(self) -> None:
+        hosts = tuple(dataclasses.replace(node, root=self.root) for node in self.hosts)
+        object.__setattr__(self, "hosts", hosts)
 
     def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
+        data = dataclasses.asdict(self)
+        for node in data["hosts"]:
+            del node["root"]  # that of the plan
+        return data
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SshPlan:

@@ -12,9 +12,10 @@ from types import TracebackType
 from typing import Any
 
 from clusterddp.errors import NonsenseError, SshError
-from clusterddp.places.ssh.sessions import Opener, SessionPool, Work
+from clusterddp.places.ssh.connections import Connector
+from clusterddp.places.ssh.sessions import SessionPool, Work
 from clusterddp.planning.plan import read_plan_json
-from clusterddp.planning.ssh import HostAccess, SshPlan
+from clusterddp.planning.ssh import SshNode, SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
@@ -59,14 +60,14 @@ class ThisMachine:
 class Hosts:
     """Hosts over SSH, asked all at once; connections stay open while the user is asked."""
 
-    def __init__(self, accesses: Sequence[HostAccess], environ: Mapping[str, str]) -> None:
-        self._accesses = {access.host: access for access in accesses}
-        self._pool = SessionPool(Opener(environ))
+    def __init__(self, nodes: Sequence[SshNode], environ: Mapping[str, str]) -> None:
+        self._nodes = {node.host: node for node in nodes}
+        self._pool = SessionPool(Connector(environ).open)
 
     def look(self, tokens: Collection[str] | None = None) -> dict[str, list[RunHere] | SshError]:
         """Find the live processes of runs on each host."""
         facts = {"tokens": None if tokens is None else list(tokens)}
-        return self._ask("host.list", dict.fromkeys(self._accesses, facts), "runs")
+        return self._ask("host.list", dict.fromkeys(self._nodes, facts), "runs")
 
     def end(self, tokens: Mapping[str, Sequence[str]]) -> dict[str, list[Ended] | SshError]:
         """End what is left over of these runs on these hosts."""
@@ -77,7 +78,7 @@ class Hosts:
     def stored(self, older_than_s: float) -> dict[str, Storage | SshError]:
         """Find the directories on each host that are that old and not needed by any run."""
         facts = {"tokens": [], "older_than_s": older_than_s}
-        found = self._ask("host.list", dict.fromkeys(self._accesses, facts), "stored", timeout_s=_DISK_TIMEOUT_S)
+        found = self._ask("host.list", dict.fromkeys(self._nodes, facts), "stored", timeout_s=_DISK_TIMEOUT_S)
         return {host: storage or NonsenseError(host, "no old files") for host, storage in found.items()}
 
     def remove(
@@ -101,20 +102,20 @@ class Hosts:
         def ask(host: str) -> Work:
             return lambda session: session.ask(do, facts[host], timeout_s=timeout_s).facts
 
-        found = self._pool.run(do, {self._accesses[host]: ask(host) for host in facts}, None, anew=True)
-        replies = {host: found[self._accesses[host]] for host in facts}
+        found = self._pool.run(do, {self._nodes[host]: ask(host) for host in facts}, None, anew=True)
+        replies = {host: found[self._nodes[host]] for host in facts}
         return {host: reply if isinstance(reply, SshError) else reply[key] for host, reply in replies.items()}
 
 
 Machines = ThisMachine | Hosts
 
 
-def accesses_of(run: RunDir) -> list[HostAccess]:
-    """Return the access to each host of a run; none for a run that was not started over SSH.
+def hosts_of(run: RunDir) -> list[SshNode]:
+    """Return the hosts of a run; none for a run that was not started over SSH.
 
     Raises: ClusterddpError: it has no plan, or another user has written it.
     """
     if read_run(run).launcher != "ssh":
         return []
     ssh = read_plan_json(run).get("ssh")
-    return build_record(SshPlan, ssh, str(run.plan)).accesses() if ssh else []
+    return list(build_record(SshPlan, ssh, str(run.plan)).hosts) if ssh else []

@@ -18,6 +18,7 @@ from clusterddp.run.record import log_event
 from clusterddp.system.files import write_json
 from clusterddp.wire import read_value
 from tests.fuzz.mutations import TOKEN, Example, Target, mutate
+from tests.support.agent_hosts import stand_ins
 from tests.support.handmade_runs import make_gang, make_run, start_attempt, train
 
 
@@ -51,7 +52,7 @@ def _session(answer: Callable[[bytes], bytes]) -> Any:
     from clusterddp.places.ssh.session import Session
 
     channel = Answering(answer)
-    return Session(host="gpu01", connection=channel, channel=channel)  # type: ignore[arg-type]
+    return Session(**stand_ins("gpu01"), channel=channel)  # type: ignore[arg-type]
 
 
 def answers() -> Target:

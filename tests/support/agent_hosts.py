@@ -18,10 +18,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from clusterddp.errors import SshError
+from clusterddp.places.ssh.config import Destination
+from clusterddp.places.ssh.keys import HostKey
 from clusterddp.places.ssh.session import Reply, Session
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.planning.seal import sealed
-from clusterddp.planning.ssh import HostAccess, SshNode, SshPlan, directory_name
+from clusterddp.planning.ssh import SshNode, SshPlan, directory_name
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
@@ -42,13 +44,11 @@ class Channel(socket.socket):
         return False
 
 
-class Connection:
-    """Stands for the SSH connection of a channel."""
-
-    transport = SimpleNamespace(is_active=lambda: False)
-
-    def close(self) -> None:
-        pass
+def stand_ins(host: str) -> dict[str, Any]:
+    """Return what a session has besides its channel: it stands for an SSH connection."""
+    nothing = SimpleNamespace(is_active=lambda: False, close=lambda: None)
+    destination = Destination(host=host, hostname=host, port=22, user="u")
+    return {"destination": destination, "key": HostKey(type="", blob=b""), "transport": nothing, "below": nothing}
 
 
 def make_channel() -> tuple[Channel, socket.socket]:
@@ -62,7 +62,7 @@ class AgentSession(Session):
 
     def __init__(self, host: str, root: Path, before_ask: Callable[[str], object]) -> None:
         channel, theirs = make_channel()
-        super().__init__(host=host, connection=Connection(), channel=channel)
+        super().__init__(**stand_ins(host), channel=channel)
         self.before_ask = before_ask
         self.asked: list[str] = []
         with theirs:
@@ -110,7 +110,7 @@ class Hosts:
     def head(self) -> RunDir:
         return self.on(self.names[0])
 
-    def open(self, access: HostAccess) -> AgentSession:
+    def open(self, access: SshNode) -> AgentSession:
         if access.host in self.down:
             raise SshError(access.host, "connect", "timed out", hint="is it up?")
         session = AgentSession(access.host, self.directory / access.host, self.before_ask)

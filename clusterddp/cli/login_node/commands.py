@@ -21,7 +21,7 @@ from clusterddp.cli.login_node.record import AT_LOGIN
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
 from clusterddp.places.ssh.session import NO_PACKAGE, package, ssh_argv
 from clusterddp.planning.program import absent_notes, plan_program
-from clusterddp.planning.ssh import HostAccess, constant_command
+from clusterddp.planning.ssh import SshNode, constant_command
 from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
 from clusterddp.system.archive import Archive
@@ -197,7 +197,7 @@ def exec_at_login(login: Login, words: Sequence[str], *, environ: Mapping[str, s
     variables = json.dumps({AT_LOGIN: login.host, CONFIG_VARIABLE: ""})
     terminal = os.isatty(0)
     arguments = [login.runs_dir, variables, *words]
-    argv = ssh_argv(_access(login), "clusterddp.places.ssh.agent.login", arguments, terminal=terminal)
+    argv = ssh_argv(_node(login), "clusterddp.places.ssh.agent.login", arguments, terminal=terminal)
     # ssh reads ahead: what is piped into one that finds no package would be lost for the next.
     code = subprocess.call(argv, env=dict(environ)) if terminal else NO_PACKAGE
     if code != NO_PACKAGE:
@@ -291,8 +291,8 @@ def _ssh(login: Login, environ: Mapping[str, str]) -> Iterator[_Ssh]:
         process.wait()
 
 
-def _access(login: Login) -> HostAccess:
-    return HostAccess(
+def _node(login: Login) -> SshNode:
+    return SshNode(
         host=login.host,
         python=login.python,
         venv=login.venv,

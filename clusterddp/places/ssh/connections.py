@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import queue
 import random
@@ -12,25 +13,24 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import IO, TYPE_CHECKING, Generic, TypeVar
+from typing import IO, Any, TypeVar
 
 from clusterddp.errors import SshError
 from clusterddp.places.ssh.config import Destination, resolve
-from clusterddp.places.ssh.keys import HostKey, KnownKey, check_host_key, read_known_keys, signing_algorithms
-
-if TYPE_CHECKING:
-    import paramiko
-
-    from clusterddp.places.ssh.transport import Transport
+from clusterddp.places.ssh.keys import HostKey, check_host_key, read_known_keys, signing_algorithms
+from clusterddp.places.ssh.session import Session
+from clusterddp.planning.ssh import SshNode
 
 _PER_BASTION = 8
 """How many connections at a time go through one jump host, or to one sshd."""
 _MAX_TRIES = 10
 """How often a host that hangs up is tried: for about half a minute."""
 _LONGEST_PAUSE_S = 5.0
+_JUMP_PAUSE_S = 5.0
+"""How long the error of a jump host is that of all hosts behind it, before it is tried again."""
 _KEEPALIVE_S = 15
-_SESSION_TIMEOUT_S = 15.0
 CONNECT_TIMEOUT_S = 10.0
 SILENCE_S = 30
 """How long the kernel waits for a peer that acknowledges nothing (TCP_USER_TIMEOUT)."""
@@ -46,31 +46,22 @@ _Result = TypeVar("_Result")
 
 @dataclass(kw_only=True)
 class _Route:
-    """The connection to the last of a list of jump hosts, or why there is none; used under its lock."""
+    """The way to the last of a list of jump hosts: its session, or why there is none; used under its lock."""
 
     lock: threading.Lock = field(default_factory=threading.Lock)
-    result: Connection | SshError | None = None
-
-
-@dataclass(kw_only=True)
-class _Handshake:
-    """A host after the handshake: its key is not checked yet, and no user name or key was sent."""
-
-    transport: Transport
-    key: HostKey
-    below: Stream | Connection
-
-    def close(self) -> None:
-        self.transport.close()
-        self.below.close()
+    session: Session | None = None
+    error: SshError | None = None
+    failed_at: float = -math.inf
+    """When it failed, in seconds of the monotonic clock."""
 
 
 class Connector:
-    """Connects to hosts; each jump host is connected to once, and its connection is shared."""
+    """Connects to hosts, from any thread; each jump host is connected to once, and its connection is shared."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._environ = environ
         self._lock = threading.Lock()
+        self._gate = threading.Semaphore(AT_ONCE)
         self._gates: dict[str, threading.Semaphore] = {}
         self._routes: dict[tuple[Destination, ...], _Route] = {}
 
@@ -80,16 +71,31 @@ class Connector:
     def __exit__(self, *exception: object) -> None:
         """Release the jump hosts; one that a connection goes through is closed with that connection."""
         for route in list(self._routes.values()):
-            if isinstance(route.result, Connection):
-                route.result.close()
+            if route.session is not None:
+                route.session.close()
 
-    def connect(self, host: str, *, pinned: str | None = None) -> Connection:
-        """Connect to a host as the user's configuration says.
+    def open(self, node: SshNode) -> Session:
+        """Connect to a host, and start the agent there.
 
         Raises: SshError.
         """
+        with self._gate:
+            session = self.connect(node.host, pinned=node.host_key)
+            try:
+                session.start_agent(node)
+            except BaseException:
+                session.close()
+                raise
+            return session
+
+    def connect(self, host: str, *, pinned: str | None = None) -> Session:
+        """Connect to a host as the user's configuration says, without an agent; the caller closes the session.
+
+        `pinned`: the key that it must have, `SHA256:...` or `TYPE BASE64`.
+        Raises: SshError.
+        """
         destination = resolve(host, self._environ)
-        with _naming(host), self._gate(destination):
+        with self._turn(destination):
             return self._connect(destination, pinned)
 
     def scan(self, destination: Destination) -> HostKey:
@@ -97,43 +103,55 @@ class Connector:
 
         Raises: SshError.
         """
-        with _naming(destination.host), self._gate(destination):
-            handshake = self._shake_hands(destination, signing_algorithms(destination, (), None))
-            handshake.close()
-            return handshake.key
+        with self._turn(destination):
+            session = self._shake_hands(destination, signing_algorithms(destination, (), None))
+            session.close()
+            return session.key
 
-    def _connect(self, destination: Destination, pinned: str | None = None) -> Connection:
+    @contextlib.contextmanager
+    def _turn(self, destination: Destination) -> Iterator[None]:
+        """Wait for a turn at the first hop, and name the destination in the error of a jump host."""
+        with self._lock:
+            gate = self._gates.setdefault(destination.first_hop, threading.Semaphore(_PER_BASTION))
+        try:
+            with gate:
+                yield
+        except SshError as error:
+            if error.host == destination.host:
+                raise
+            found = f"on the way, {error.host}: {error.found}"
+            raise SshError(destination.host, error.phase, found, hint=error.hint) from error
+
+    def _connect(self, destination: Destination, pinned: str | None = None) -> Session:
         from clusterddp.places.ssh.transport import authenticate
 
-        known: tuple[KnownKey, ...] = read_known_keys(destination)
-        hop = self._shake_hands(destination, signing_algorithms(destination, known, pinned))
+        known = read_known_keys(destination)
+        session = self._shake_hands(destination, signing_algorithms(destination, known, pinned))
         try:
-            check_host_key(destination, known, hop.key, pinned=pinned)
-            authenticate(hop.transport, destination)
+            check_host_key(destination, known, session.key, pinned=pinned)
+            authenticate(session.transport, destination)
         except BaseException:
-            hop.close()
+            session.close()
             raise
-        hop.transport.set_keepalive(destination.keepalive_s or _KEEPALIVE_S)
-        return Connection(destination=destination, key=hop.key, transport=hop.transport, below=hop.below)
+        session.transport.set_keepalive(destination.keepalive_s or _KEEPALIVE_S)
+        return session
 
-    def _shake_hands(self, destination: Destination, algorithms: tuple[str, ...]) -> _Handshake:
-        """Reach a host and shake hands; retry when it hangs up."""
-        for number in range(1, _MAX_TRIES):
+    def _shake_hands(self, destination: Destination, algorithms: tuple[str, ...]) -> Session:
+        """Reach a host and shake hands, again when it hangs up; its key is not checked, and no user name was sent."""
+        number = 1
+        while True:
             try:
                 return self._shake_hands_once(destination, algorithms)
             except SshError as error:
                 if not error.dropped:
                     raise
+                if number == _MAX_TRIES:
+                    found = f"{error.found}, {_MAX_TRIES} times"
+                    raise SshError(error.host, error.phase, found, hint=error.hint) from error
             time.sleep(random.uniform(0.5, 1.5) * min(_LONGEST_PAUSE_S, 0.1 * 2**number))
-        try:
-            return self._shake_hands_once(destination, algorithms)
-        except SshError as error:
-            if not error.dropped:
-                raise
-            found = f"{error.found}, {_MAX_TRIES} times"
-            raise SshError(error.host, error.phase, found, hint=error.hint) from error
+            number += 1
 
-    def _shake_hands_once(self, destination: Destination, algorithms: tuple[str, ...]) -> _Handshake:
+    def _shake_hands_once(self, destination: Destination, algorithms: tuple[str, ...]) -> Session:
         from clusterddp.places.ssh.transport import open_tunnel, shake_hands
 
         below = self._reach_last(destination.jumps) if destination.jumps else open_stream(destination, self._environ)
@@ -150,145 +168,71 @@ class Connector:
                 found = f"{error.found} (ProxyCommand: {reason})"
                 raise SshError(error.host, error.phase, found, hint=error.hint) from error
             raise
-        return _Handshake(transport=transport, key=key, below=below)
+        return Session(destination=destination, key=key, transport=transport, below=below)
 
-    def _reach_last(self, jumps: tuple[Destination, ...]) -> Connection:
+    def _reach_last(self, jumps: tuple[Destination, ...]) -> Session:
         """Connect to the last of the jump hosts, or share the connection that is open."""
         with self._lock:
             route = self._routes.setdefault(jumps, _Route())
         with route.lock:
-            if isinstance(route.result, SshError):
-                raise route.result
-            if route.result is None or not route.result.retain():
+            if route.error is not None and time.monotonic() < route.failed_at + _JUMP_PAUSE_S:
+                raise route.error
+            if route.session is None or not route.session.retain():
                 try:
-                    route.result = self._connect(replace(jumps[-1], jumps=jumps[:-1]))
+                    route.session = self._connect(replace(jumps[-1], jumps=jumps[:-1]))
                 except SshError as error:
-                    route.result = error
+                    route.error, route.failed_at = error, time.monotonic()
                     raise
-                route.result.retain()
-            return route.result
-
-    def _gate(self, destination: Destination) -> threading.Semaphore:
-        with self._lock:
-            return self._gates.setdefault(destination.first_hop, threading.Semaphore(_PER_BASTION))
+                route.session.retain()
+            return route.session
 
 
-def connect_all(
-    hosts: Iterable[str],
-    *,
-    environ: Mapping[str, str],
-    pinned: Mapping[str, str] | None = None,
-) -> dict[str, Connection | SshError]:
-    """Connect to hosts, as `ssh HOST` would; return a result per host. The caller closes the connections.
+def fulfil(future: Future[_Result | SshError], function: Callable[..., _Result], *words: Any) -> None:
+    """Call a function for a future, whose result is an SshError that it raises; whoever waits raises other errors."""
+    try:
+        future.set_result(function(*words))
+    except SshError as error:
+        future.set_result(error)
+    except BaseException as error:
+        future.set_exception(error)
 
-    `pinned`: host -> the key that it must have, `SHA256:...` or `TYPE BASE64`.
+
+def call_each(
+    function: Callable[[_Item], _Result],
+    items: Iterable[_Item],
+    undo: Callable[[_Result], object] = lambda result: None,
+) -> dict[_Item, _Result | SshError]:
+    """Call a function for every item, `AT_ONCE` at a time, in daemon threads; an SshError that it raises is a result.
+
+    `undo` closes a result that no caller gets: after an interrupt, or after an unexpected error, which is raised.
     """
-    connector = Connector(environ)
+    futures: dict[_Item, Future[_Result | SshError]] = {item: Future() for item in items}
+    waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
+    for item in futures:
+        waiting.put(item)
+    given_up = threading.Event()
 
-    def connect(host: str) -> Connection | SshError:
-        try:
-            return connector.connect(host, pinned=(pinned or {}).get(host))
-        except SshError as error:
-            return error
+    def work() -> None:
+        with contextlib.suppress(queue.Empty):
+            while not given_up.is_set():
+                item = waiting.get_nowait()
+                fulfil(futures[item], function, item)
 
-    with connector:
-        return Fan(dict.fromkeys(hosts), connect, _close_if_open).results(AT_ONCE)
+    def discard(future: Future[_Result | SshError]) -> None:
+        if future.exception() is None and not isinstance(result := future.result(), SshError):
+            undo(result)
 
-
-def scan_all(
-    destinations: Iterable[Destination], *, environ: Mapping[str, str]
-) -> dict[Destination, HostKey | SshError]:
-    """Return the keys that hosts show, known or not; their jump hosts have to be known.
-
-    No more than the handshake is sent to a host that is not known.
-    """
-    connector = Connector(environ)
-
-    def scan(destination: Destination) -> HostKey | SshError:
-        try:
-            return connector.scan(destination)
-        except SshError as error:
-            return error
-
-    with connector:
-        return Fan(dict.fromkeys(destinations), scan).results(AT_ONCE)
-
-
-@dataclass(kw_only=True)
-class Connection:
-    """A connection to one host; made by `Connector`. The caller closes it."""
-
-    destination: Destination
-    key: HostKey
-    transport: paramiko.Transport
-    below: Stream | Connection
-    """What carries it: a stream of its own, or a connection to the last jump host, which others may share."""
-    users: int = 1
-    """How many hold it; the last `close` closes it."""
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-    def open_session(self, timeout_s: float = _SESSION_TIMEOUT_S) -> paramiko.Channel:
-        """Open a channel for one command.
-
-        Raises: SshError.
-        """
-        import paramiko
-
-        try:
-            return self.transport.open_session(timeout=timeout_s)
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            found = f"{self.destination.address} opens no session ({' '.join(str(error).split())})"
-            hint = "is the host overloaded? MaxSessions of its sshd"
-            raise SshError(self.destination.host, "connect", found, hint=hint) from error
-
-    def execute(self, command: str, timeout_s: float = _SESSION_TIMEOUT_S) -> paramiko.Channel:
-        """Run a command on the host; the channel carries its standard streams.
-
-        Raises: SshError.
-        """
-        import paramiko
-
-        channel = self.open_session(timeout_s)
-        channel.settimeout(timeout_s)
-        try:
-            channel.exec_command(command)
-        except (paramiko.SSHException, EOFError, OSError) as error:
-            channel.close()
-            found = f"{self.destination.address} runs no command ({' '.join(str(error).split()) or 'no answer'})"
-            raise SshError(self.destination.host, "start", found, hint="a forced command, or a login shell?") from error
-        return channel
-
-    def measure_round_trip_s(self) -> float:
-        """Open a session on the host, and return how long its answer took.
-
-        Raises: SshError.
-        """
-        start = time.monotonic()
-        with self.open_session():
-            return time.monotonic() - start
-
-    def retain(self) -> bool:
-        """Share an open connection; return False when it is closed already."""
-        with self.lock:
-            if self.users == 0 or not self.transport.is_active():
-                return False
-            self.users += 1
-            return True
-
-    def close(self) -> None:
-        """Release the connection; the last user closes it, and what carries it."""
-        with self.lock:
-            self.users -= 1
-            if self.users:
-                return
-        self.transport.close()
-        self.below.close()
-
-    def __enter__(self) -> Connection:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
+    for _ in range(min(AT_ONCE, len(futures))):
+        threading.Thread(target=work, daemon=True).start()
+    try:
+        for future in wait(futures.values(), return_when=FIRST_EXCEPTION).done:
+            future.result()
+        return {item: future.result() for item, future in futures.items()}
+    except BaseException:
+        given_up.set()
+        for future in futures.values():
+            future.add_done_callback(discard)
+        raise
 
 
 @dataclass(kw_only=True)
@@ -344,73 +288,6 @@ def open_stream(destination: Destination, environ: Mapping[str, str]) -> Stream:
             return Stream(socket=connection)
     assert last is not None
     raise _unreachable(destination, last) from last
-
-
-class Fan(Generic[_Item, _Result]):
-    """Calls a function for every item, in daemon threads; `undo` closes a result that no caller gets."""
-
-    def __init__(
-        self,
-        items: Iterable[_Item],
-        function: Callable[[_Item], _Result],
-        undo: Callable[[_Result], object] = lambda result: None,
-    ) -> None:
-        self._order = list(items)
-        self._function = function
-        self._undo = undo
-        self._waiting: queue.SimpleQueue[_Item] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[_Item, _Result] | BaseException] = queue.SimpleQueue()
-        self._given_up = threading.Event()
-
-    def results(self, at_once: int) -> dict[_Item, _Result]:
-        """Return all results in the order of the items; an interrupt undoes the results so far."""
-        for item in self._order:
-            self._waiting.put(item)
-        for _ in range(min(at_once, len(self._order))):
-            threading.Thread(target=self._work, daemon=True).start()
-        results: dict[_Item, _Result] = {}
-        try:
-            while len(results) < len(self._order):
-                done = self._done.get()
-                if isinstance(done, BaseException):
-                    raise done
-                results[done[0]] = done[1]
-        except BaseException:
-            self._given_up.set()
-            for result in results.values():
-                self._undo(result)
-            raise
-        return {item: results[item] for item in self._order}
-
-    def _work(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while not self._given_up.is_set():
-                item = self._waiting.get_nowait()
-                try:
-                    result = self._function(item)
-                except BaseException as error:  # an unexpected error: the thread that waits raises it
-                    self._done.put(error)
-                    return
-                if self._given_up.is_set():
-                    self._undo(result)
-                self._done.put((item, result))
-
-
-def _close_if_open(result: Connection | SshError) -> None:
-    if isinstance(result, Connection):
-        result.close()
-
-
-@contextlib.contextmanager
-def _naming(host: str) -> Iterator[None]:
-    """Name the destination in the error of a jump host."""
-    try:
-        yield
-    except SshError as error:
-        if error.host == host:
-            raise
-        found = f"on the way, {error.host}: {error.found}"
-        raise SshError(host, error.phase, found, hint=error.hint) from error
 
 
 def _addresses(destination: Destination) -> list[tuple[int, tuple[str, int]]]:

@@ -51,7 +51,8 @@ class Answer(Protocol):
 class Asks(Protocol):
     """The part of a session that a download needs."""
 
-    host: str
+    @property
+    def host(self) -> str: ...
 
     def ask(self, do: str, facts: Mapping[str, Any] | None = None, *, timeout_s: float = ...) -> Answer:
         """Ask the host, and wait for its answer."""

@@ -24,7 +24,7 @@ from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.planning.ssh import HostAccess, SshNode, SshPlan
+    from clusterddp.planning.ssh import SshNode, SshPlan
 
 Listed = tuple[int, int]
 """A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""
@@ -71,7 +71,8 @@ class HostRun:
     name: str
     """The name of its directory on the host."""
     token: str
-    host: str
+    node: SshNode
+    """The host."""
     nodes: frozenset[int]
     ranks: frozenset[int]
     is_head: bool
@@ -79,6 +80,10 @@ class HostRun:
     wants: Wants = Wants()
     start: str = ""
     """Which start of the run the host is asked about (`start_of`)."""
+
+    @property
+    def host(self) -> str:
+        return self.node.host
 
     def wanting(self, wants: Wants) -> HostRun:
         """Return it with these wants and the current start of the run."""
@@ -142,7 +147,7 @@ class HostRun:
         return None
 
 
-def find_host_runs(run: RunDir, report: Report = no_report) -> list[tuple[HostAccess, HostRun]]:
+def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
     """Return the hosts of a run; none if it is not on SSH hosts, or its record is damaged.
 
     `report` receives the reason why the hosts of another user's run are not asked.
@@ -163,8 +168,7 @@ def find_host_runs(run: RunDir, report: Report = no_report) -> list[tuple[HostAc
         return []  # read_state reports what is wrong with it
     if gang.token != record.token:
         return []
-    host_runs = [_host_run(node, run, record, ssh, gang) for node in ssh.hosts]
-    return list(zip(ssh.accesses(), host_runs, strict=True))
+    return [_host_run(node, run, record, ssh, gang) for node in ssh.hosts]
 
 
 def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
@@ -348,7 +352,7 @@ def _host_run(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang:
         run=run,
         name=directory_name(record.run, record.token),
         token=record.token,
-        host=node.host,
+        node=node,
         nodes=frozenset(slot.node_rank for slot in slots),
         ranks=frozenset(rank for slot in slots for rank in slot.ranks),
         is_head=any(slot.node_rank == 0 for slot in slots),

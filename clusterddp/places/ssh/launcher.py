@@ -19,10 +19,11 @@ from clusterddp.facts.checks import Needs, Result, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.places.base import Report, Started, no_report
+from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.network import settle_network
 from clusterddp.places.ssh.reports import ask_reports
 from clusterddp.places.ssh.session import Reply, Session, ssh_argv
-from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, ask_all, each, open_host_sessions
+from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, ask_all, open_host_sessions, raise_for
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.ssh.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
 from clusterddp.planning.placement import GpusInUseError
@@ -152,9 +153,8 @@ class SshLauncher:
         """
         plan = read_plan(run)
         assert plan.ssh is not None
-        access = plan.ssh.accesses()[rank.node_rank]
         run_dir = f"{plan.ssh.root}/runs/{directory_name(plan.run, plan.token)}"
-        return ssh_argv(access, EXEC_MODULE, [run_dir, *words], terminal=terminal)
+        return ssh_argv(plan.ssh.hosts[rank.node_rank], EXEC_MODULE, [run_dir, *words], terminal=terminal)
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill the run's processes on the hosts that answer; False when there are none.
@@ -318,14 +318,15 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
     patience_s = int(plan.gang.heartbeat_timeout_s) + len(orders) // _NODES_PER_S
     answer_s = plan.gang.start_timeout_s + _ANSWER_S
 
-    def supervise(node_rank: int) -> dict[str, Any]:
-        facts = {"order": orders[node_rank].to_json(), "variables": secrets, "patience_s": patience_s}
-        return sessions.of_node(node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
+    def supervise(order: SupervisorOrder) -> dict[str, Any]:
+        facts = {"order": order.to_json(), "variables": secrets, "patience_s": patience_s}
+        return sessions.of_node(order.node_rank).ask("run.supervise", facts, timeout_s=answer_s).facts
 
-    head = supervise(0)
-    orders[1:] = [dataclasses.replace(order, link=head["link"]) for order in orders[1:]]
+    head = supervise(orders[0])
+    others = {order.node_rank: dataclasses.replace(order, link=head["link"]) for order in orders[1:]}
+    started = call_each(lambda node_rank: supervise(others[node_rank]), others)
     try:
-        each(list(range(1, len(orders))), supervise)
+        raise_for([each for each in started.values() if isinstance(each, SshError)])
     except PreflightError as error:
         raise _explain_failed_start(error, sessions, attempt) from error
     job_id = f"{head['pid']}@{plan.gang.nodes[0].host}"

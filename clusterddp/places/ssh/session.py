@@ -18,13 +18,14 @@ import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Protocol
 
 import clusterddp
 from clusterddp.errors import NonsenseError, SshError
 from clusterddp.places.ssh.agent.operations import HELLO, OPERATIONS
-from clusterddp.places.ssh.connections import Connection
-from clusterddp.planning.ssh import HostAccess, constant_command
+from clusterddp.places.ssh.config import Destination
+from clusterddp.places.ssh.keys import HostKey
+from clusterddp.planning.ssh import SshNode, constant_command
 from clusterddp.system.templates import list_templates
 from clusterddp.wire import build, read_object
 
@@ -111,13 +112,13 @@ def _carried() -> dict[Path, str]:
     return found
 
 
-def ssh_argv(access: HostAccess, module: str, arguments: Sequence[str], *, terminal: bool) -> list[str]:
+def ssh_argv(node: SshNode, module: str, arguments: Sequence[str], *, terminal: bool) -> list[str]:
     """Return the user's own ssh, which runs a module of the package on a host; see `NO_PACKAGE`.
 
     It leaves standard input to the module: what the constant command reads from there is a part of it. `module` has a
     function `main(arguments)`; one that begins with ~/ is in the home directory there.
     """
-    home = f"{access.root}/packages/{package().sha256}"
+    home = f"{node.root}/packages/{package().sha256}"
     program = (
         "import sys, os\n"
         f"home = os.path.expanduser({home!r})\n"
@@ -126,27 +127,39 @@ def ssh_argv(access: HostAccess, module: str, arguments: Sequence[str], *, termi
         f"from {module} import main\n"
         f"main([os.path.expanduser({arguments[0]!r}), *{list(arguments[1:])!r}])\n"
     )
-    values = {"python": access.python, "venv": access.venv, "conda": access.conda, "modules": " ".join(access.modules)}
+    values = {"python": node.python, "venv": node.venv, "conda": node.conda, "modules": " ".join(node.modules)}
     # printf reads each character that a shell might as its number.
     given = "".join(f"{name}=$(printf {_numbered(value or '')}); " for name, value in values.items())
     body = constant_command().removesuffix(_RUNS).partition(_READS)[2]
     code = base64.b64encode(program.encode()).decode()
     command = f"exec /bin/sh -c '{given}{body}\"import base64, sys; exec(base64.b64decode(sys.argv.pop()))\" {code}'"
     options = ["-t" if terminal else "-T", "-o", "RemoteCommand=none"]
-    return ["ssh", *options, "--", access.host, command]
+    return ["ssh", *options, "--", node.host, command]
+
+
+class Below(Protocol):
+    """What carries a connection: a socket, or the session with a jump host, which others may share."""
+
+    def close(self) -> object: ...
 
 
 @dataclass(kw_only=True)
 class Session:
-    """The agent of one host; made by `open_sessions` or `start_session`. The caller closes it."""
+    """A connection to one host, and the agent there once it was started; made by `Connector`. The caller closes it."""
 
-    host: str
-    connection: Connection
-    channel: paramiko.Channel
+    destination: Destination
+    key: HostKey
+    transport: paramiko.Transport
+    below: Below
+    channel: paramiko.Channel | None = None
+    """The agent's standard streams; None: it was not started."""
     hello: dict[str, Any] = field(default_factory=dict)
     """The boot's first answer: facts of the host."""
+    _users: int = 1
+    """How many hold the connection; the last `close` closes it."""
     _unread: bytes = b""
     _lock: threading.Lock = field(default_factory=threading.Lock)
+    _users_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def ask(
         self,
@@ -177,10 +190,49 @@ class Session:
         finally:
             self._lock.release()
 
+    @property
+    def host(self) -> str:
+        """The host, as the user names it."""
+        return self.destination.host
+
+    @property
+    def _agent(self) -> paramiko.Channel:
+        assert self.channel is not None, "start_agent comes first"
+        return self.channel
+
+    def measure_round_trip_s(self) -> float:
+        """Open a channel on the host, and return how long its answer took.
+
+        Raises: SshError.
+        """
+        from clusterddp.places.ssh.transport import open_channel
+
+        start = time.monotonic()
+        with open_channel(self.transport, self.destination):
+            return time.monotonic() - start
+
+    def retain(self) -> bool:
+        """Share an open connection; return False when it is closed already."""
+        with self._users_lock:
+            if self._users == 0 or not self.transport.is_active():
+                return False
+            self._users += 1
+            return True
+
     def close(self) -> None:
-        """Close the session; the agent exits."""
-        self.channel.close()
-        self.connection.close()
+        """Release the connection; the last user closes it, and what carries it. The agent exits."""
+        with self._users_lock:
+            self._users -= 1
+            if self._users:
+                return
+        self.break_off()
+        self.transport.close()
+        self.below.close()
+
+    def break_off(self) -> None:
+        """End the agent, which discards what it has received of a request; who waits for it gets an error."""
+        if self.channel is not None:
+            self.channel.close()
 
     def __enter__(self) -> Session:
         return self
@@ -188,15 +240,18 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def begin(self, access: HostAccess) -> None:
+    def start_agent(self, node: SshNode) -> None:
         """Start the agent: send the boot, and the package where the host does not have it.
 
         Raises: SshError.
         """
+        from clusterddp.places.ssh.transport import execute
+
+        self.channel = execute(self.transport, self.destination, constant_command())
         with _packing:  # else every thread makes it
             sent = package()
-        lines = (access.python, access.venv, access.conda, " ".join(access.modules))
-        order = {"package": sent.sha256, "root": access.root}
+        lines = (node.python, node.venv, node.conda, " ".join(node.modules))
+        order = {"package": sent.sha256, "root": node.root}
         with contextlib.suppress(SshError):  # when the shell has exited, the reason is on its stderr
             self._send(
                 b"".join(f"{line or ''}\n".encode() for line in lines)
@@ -238,7 +293,7 @@ class Session:
             for chunk in upload.chunks:
                 self._send(chunk, timeout_s)
         except BaseException:  # the agent waits for the rest: the end of the connection makes it discard what it has
-            self.channel.close()
+            self.break_off()
             raise
         answer = self._parse(self._read_line(timeout_s))
         size = answer.pop("size", 0)
@@ -259,18 +314,18 @@ class Session:
 
     def _read_stderr(self) -> bytes:
         deadline = time.monotonic() + 1.0
-        while not self.channel.recv_stderr_ready() and time.monotonic() < deadline and not self.channel.eof_received:
+        while not self._agent.recv_stderr_ready() and time.monotonic() < deadline and not self._agent.eof_received:
             time.sleep(0.02)
-        return self.channel.recv_stderr(65536) if self.channel.recv_stderr_ready() else b""
+        return self._agent.recv_stderr(65536) if self._agent.recv_stderr_ready() else b""
 
     def _send_line(self, message: Mapping[str, Any], timeout_s: float) -> None:
         self._send(json.dumps(message).encode() + b"\n", timeout_s)
 
     def _send(self, data: bytes, timeout_s: float) -> None:
         try:
-            self.channel.settimeout(timeout_s)
+            self._agent.settimeout(timeout_s)
             for start in range(0, len(data), _PACKET_BYTES):  # paramiko copies what is left after each packet
-                self.channel.sendall(data[start : start + _PACKET_BYTES])
+                self._agent.sendall(data[start : start + _PACKET_BYTES])
         except OSError as error:
             self._raise_broken(error, timeout_s)
 
@@ -288,7 +343,7 @@ class Session:
 
     def _reject(self, what: str, error: Exception | None = None) -> NoReturn:
         """Close the session after an invalid answer: where the next one begins is not known."""
-        self.channel.close()
+        self.break_off()
         raise NonsenseError(self.host, what) from error
 
     def _read_line(self, timeout_s: float) -> bytes:
@@ -313,8 +368,8 @@ class Session:
 
     def _receive(self, timeout_s: float) -> bytes:
         try:
-            self.channel.settimeout(timeout_s)
-            data = self.channel.recv(_CHUNK_BYTES)
+            self._agent.settimeout(timeout_s)
+            data = self._agent.recv(_CHUNK_BYTES)
         except OSError as error:
             self._raise_broken(error, timeout_s)
         if not data:
@@ -323,32 +378,13 @@ class Session:
 
     def _explain_end(self) -> str:
         last = self._read_stderr().decode(errors="replace").strip().rpartition("\n")[2]
-        end = "its agent has exited" if self.connection.transport.is_active() else "the connection broke"
+        end = "its agent has exited" if self.transport.is_active() else "the connection broke"
         return f"{end}: {last}" if last else end
 
     def _raise_broken(self, error: OSError, timeout_s: float) -> NoReturn:
-        self.channel.close()  # else a late answer would be read as the answer to the next request
+        self.break_off()  # else a late answer would be read as the answer to the next request
         cause = f"no answer within {timeout_s:g} s" if isinstance(error, TimeoutError) else str(error) or "it has ended"
         raise SshError(self.host, "ask", f"the connection broke: {cause}", dropped=True) from error
-
-
-def start_session(connection: Connection, access: HostAccess) -> Session | SshError:
-    """Start the agent over a connection, which is closed when that fails."""
-    try:
-        channel = connection.execute(constant_command())
-        session = Session(
-            host=access.host,
-            connection=connection,
-            channel=channel,
-        )
-        session.begin(access)
-    except SshError as error:
-        connection.close()
-        return error
-    except BaseException:
-        connection.close()
-        raise
-    return session
 
 
 def _numbered(text: str) -> str:

@@ -6,18 +6,19 @@ A host that hangs delays no other: each is asked in a thread of its own.
 from __future__ import annotations
 
 import contextlib
-import queue
+import math
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.places.ssh.connections import AT_ONCE, EACH_S, Connector, Fan, connect_all
-from clusterddp.places.ssh.session import Reply, Session, start_session
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.places.ssh.connections import EACH_S, Connector, call_each, fulfil
+from clusterddp.places.ssh.session import Reply, Session
+from clusterddp.planning.ssh import SshNode
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
@@ -32,39 +33,26 @@ _CLOSE_TIMEOUT_S = 1.0
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 """What goes with a request; it may depend on the host."""
 Work = Callable[[Session], Any]
-Open = Callable[[HostAccess], Session]
+Open = Callable[[SshNode], Session]
 
 
-def open_sessions(accesses: Sequence[HostAccess], *, environ: Mapping[str, str]) -> dict[str, Session | SshError]:
+def open_sessions(nodes: Iterable[SshNode], *, environ: Mapping[str, str]) -> dict[str, Session | SshError]:
     """Connect to hosts and start the agent on each; return a result per host. The caller closes the sessions."""
-    by_host = {access.host: access for access in accesses}
-    pinned = {access.host: access.host_key for access in accesses if access.host_key}
-    connections = connect_all(by_host, environ=environ, pinned=pinned)
-
-    def start(host: str) -> Session | SshError:
-        connection = connections[host]
-        return connection if isinstance(connection, SshError) else start_session(connection, by_host[host])
-
-    return Fan(by_host, start, _close_if_open).results(AT_ONCE)
+    by_host = {node.host: node for node in nodes}
+    with Connector(environ) as connector:
+        return call_each(lambda host: connector.open(by_host[host]), by_host, Session.close)
 
 
 def ask_all(
-    sessions: Mapping[str, Session],
-    do: str,
-    facts: Facts = None,
-    *,
-    timeout_s: float = 30.0,
-    body: bytes = b"",
+    sessions: Mapping[str, Session], do: str, facts: Facts = None, *, timeout_s: float = 30.0, body: bytes = b""
 ) -> dict[str, Reply | SshError]:
     """Send hosts the same request, `AT_ONCE` at a time; return a result per host."""
+    longest_s = timeout_s + EACH_S * len(sessions)
 
-    def ask(host: str) -> Reply | SshError:
-        try:
-            return sessions[host].ask(do, facts(host) if callable(facts) else facts, body=body, timeout_s=timeout_s)
-        except SshError as error:
-            return error
+    def ask(host: str) -> Reply:
+        return sessions[host].ask(do, facts(host) if callable(facts) else facts, body=body, timeout_s=longest_s)
 
-    return Fan(sessions, ask).results(AT_ONCE)
+    return call_each(ask, sessions)
 
 
 def raise_for(errors: Collection[ClusterddpError], problem: str = "cannot be used") -> None:
@@ -108,21 +96,16 @@ class HostSessions:
 
         Raises: SshError, PreflightError: a host refuses or does not answer.
         """
-        replies = self._ask(do, facts, timeout_s, self.by_host if hosts is None else hosts, body)
+        asked = {host: self.by_host[host] for host in (self.by_host if hosts is None else hosts)}
+        replies = ask_all(asked, do, facts, timeout_s=timeout_s, body=body)
         raise_for(errors_of(replies).values())
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
 
     def ask_willing(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
         """Ask every host; return the replies and put the errors into `failed`."""
-        replies = self._ask(do, facts, timeout_s, self.by_host)
+        replies = ask_all(self.by_host, do, facts, timeout_s=timeout_s)
         self.failed |= errors_of(replies)
         return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
-
-    def _ask(
-        self, do: str, facts: Facts, timeout_s: float, hosts: Collection[str], body: bytes = b""
-    ) -> dict[str, Reply | SshError]:
-        asked = {host: self.by_host[host] for host in hosts}
-        return ask_all(asked, do, facts, timeout_s=timeout_s + EACH_S * len(asked), body=body)
 
     def close(self) -> None:
         for session in self.by_host.values():
@@ -188,7 +171,7 @@ def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bo
 def try_host_sessions(plan: Plan, environ: Mapping[str, str]) -> HostSessions:
     """Open a session with every host of a run; put the errors of the others into `failed`."""
     assert plan.ssh is not None
-    results = open_sessions(plan.ssh.accesses(), environ=environ)
+    results = open_sessions(plan.ssh.hosts, environ=environ)
     return HostSessions(
         plan=plan,
         by_host={host: result for host, result in results.items() if isinstance(result, Session)},
@@ -200,80 +183,16 @@ def errors_of(results: Mapping[str, object]) -> dict[str, SshError]:
     return {host: result for host, result in results.items() if isinstance(result, SshError)}
 
 
-def each(items: list[int], function: Callable[[int], dict[str, Any]]) -> dict[int, dict[str, Any]]:
-    """Call a function for all items concurrently.
-
-    Raises: SshError, PreflightError: the function failed for an item.
-    """
-
-    def call(item: int) -> dict[str, Any] | ClusterddpError:
-        try:
-            return function(item)
-        except ClusterddpError as error:
-            return error
-
-    results = Fan(items, call, lambda result: None).results(AT_ONCE)
-    raise_for([error for error in results.values() if isinstance(error, SshError)])
-    return {item: result for item, result in results.items() if isinstance(result, dict)}
-
-
-class Opener:
-    """Opens sessions, from any thread; all of them share the connections to jump hosts."""
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-        self._lock = threading.Lock()
-        self._gate = threading.Semaphore(AT_ONCE)
-        self._connector = Connector(environ)
-
-    def __call__(self, access: HostAccess) -> Session:
-        """Open a session.
-
-        Raises: SshError.
-        """
-        connector = self._connector
-        with self._gate:
-            try:
-                connection = connector.connect(access.host, pinned=access.host_key)
-            except SshError:
-                self._replace(connector)
-                raise
-            session = start_session(connection, access)
-        if isinstance(session, SshError):
-            raise session
-        return session
-
-    def _replace(self, failed: Connector) -> None:
-        """Use a new connector from now on: one remembers the error of a jump host and does not try it again."""
-        with self._lock:
-            if self._connector is not failed:
-                return
-            self._connector = Connector(self._environ)
-        failed.__exit__()
-
-
-@dataclass(frozen=True, slots=True)
-class Failed:
-    """An unexpected error in a thread; the caller that waits raises it."""
-
-    error: BaseException
-
-
 @dataclass(kw_only=True)
 class _Host:
-    """One host: its thread does the work for it, one call after the other."""
+    """One host: work for it is done one call after the other, each in a thread of its own."""
 
-    access: HostAccess
+    node: SshNode
     open_session: Open
-    changed: threading.Condition
-    """Notified when there is a result."""
-    jobs: queue.SimpleQueue[Work | None] = field(default_factory=queue.SimpleQueue)
-    thread: threading.Thread | None = None
-    busy: bool = False
+    future: Future[Any] | None = None
+    """The result of the last work, until it is collected."""
     kind: str = ""
     """The kind of the last work."""
-    result: Any = None
-    """The result of the last work, until it is collected."""
     session: Session | None = None
     closed: bool = False
     num_failures: int = 0
@@ -281,60 +200,49 @@ class _Host:
     retry_at: float = 0.0
     """Monotonic time in seconds before which a host that cannot be reached is not tried again."""
 
-    def post(self, kind: str, work: Work) -> None:
-        if self.thread is None:
-            self.thread = threading.Thread(target=self._work, daemon=True)
-            self.thread.start()
-        self.busy, self.kind, self.result = True, kind, None
-        self.jobs.put(work)
+    @property
+    def busy(self) -> bool:
+        return self.future is not None and not self.future.done()
+
+    def post(self, kind: str, work: Work) -> Future[Any]:
+        self.kind, self.future = kind, _in_thread(self._work, work)
+        return self.future
 
     def close(self) -> None:
-        """End the thread; closing its session interrupts one that waits for an answer."""
+        """Drop the session, which interrupts work that waits for an answer."""
         self.closed = True
-        self.jobs.put(None)
-        if self.busy and self.session is not None:
-            threading.Thread(target=self.session.close, daemon=True).start()
-
-    def _work(self) -> None:
-        while (work := self.jobs.get()) is not None:
-            result: Any
-            try:
-                result = self._do(work)
-            except BaseException as error:
-                result = Failed(error)
-            with self.changed:
-                self.result, self.busy = result, False
-                self.changed.notify_all()
-        self._drop()
-
-    def _do(self, work: Work) -> Any:
-        """Do the work; when the session breaks, do it once more in a new one."""
-        while True:
-            is_old = self.session is not None
-            try:
-                session = self.session = self.session or self.open_session(self.access)
-                result = work(session)
-            except SshError as error:
-                if error.dropped or error.phase != "ask":
-                    self._drop()
-                if is_old and error.dropped and not self.closed:
-                    continue
-                self._fail(error)
-                return error
-            self.num_failures, self.last_error = 0, None
-            return result
-
-    def _fail(self, error: SshError) -> None:
-        pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self.num_failures)
-        self.retry_at = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
-        self.num_failures += 1
-        self.last_error = error
-
-    def _drop(self) -> None:
         session, self.session = self.session, None
         if session is not None:
             with contextlib.suppress(OSError, EOFError):
                 session.close()
+
+    def _work(self, work: Work) -> Any:
+        try:
+            return self._do(work)
+        finally:
+            if self.closed:
+                self.close()
+
+    def _do(self, work: Work) -> Any:
+        """Do the work; when the session breaks, do it once more in a new one."""
+        while True:
+            session, is_old = self.session, self.session is not None
+            try:
+                session = self.session = session or self.open_session(self.node)
+                result = work(session)
+            except SshError as error:
+                if session is not None and (error.dropped or error.phase != "ask"):
+                    self.session = None
+                    with contextlib.suppress(OSError, EOFError):
+                        session.close()
+                if is_old and error.dropped and not self.closed:
+                    continue
+                pause_s = min(_LONGEST_PAUSE_S, _FIRST_PAUSE_S * 2**self.num_failures)
+                self.retry_at = time.monotonic() + pause_s * random.uniform(0.5, 1.0)
+                self.num_failures, self.last_error = self.num_failures + 1, error
+                raise
+            self.num_failures, self.last_error = 0, None
+            return result
 
 
 class SessionPool:
@@ -342,61 +250,53 @@ class SessionPool:
 
     def __init__(self, open_session: Open) -> None:
         self._open = open_session
-        self._changed = threading.Condition()
-        self._hosts: dict[HostAccess, _Host] = {}
+        self._hosts: dict[SshNode, _Host] = {}
 
     def run(
-        self, kind: str, works: Mapping[HostAccess, Work], timeout_s: float | None, *, anew: bool = False
-    ) -> dict[HostAccess, Any]:
+        self, kind: str, works: Mapping[SshNode, Work], timeout_s: float | None, *, anew: bool = False
+    ) -> dict[SshNode, Any]:
         """Do work on hosts; return the results so far when all are done, or at the timeout.
 
         A host that is still busy with an earlier call is not waited for; the late result of an earlier call of the
         same kind counts as its result. With `anew` it is waited for, and asked again. The result of a host that cannot
         be reached is an `SshError`, without a new try before its `retry_at`.
         """
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
-        hosts = {access: self._host(access) for access in works}
+        deadline = math.inf if timeout_s is None else time.monotonic() + timeout_s
+        hosts = {node: self._hosts.setdefault(node, _Host(node=node, open_session=self._open)) for node in works}
         if anew:
-            self._await(hosts.values(), deadline)
-        results: dict[HostAccess, Any] = {}
+            _await([host.future for host in hosts.values() if host.future is not None], deadline)
+        results: dict[SshNode, Any] = {}
         posted = []
-        for access, host in hosts.items():
+        for node, host in hosts.items():
             if host.busy:
                 continue
             if host.last_error is not None and time.monotonic() < host.retry_at:
-                results[access] = host.last_error
+                results[node] = host.last_error
             else:
-                posted.append(host)
-                host.post(kind, works[access])
-        self._await(posted, deadline)
-        for access, host in hosts.items():
-            if not host.busy and host.kind == kind and host.result is not None:
-                results[access], host.result = host.result, None
-        for result in results.values():
-            if isinstance(result, Failed):
-                raise result.error
+                posted.append(host.post(kind, works[node]))
+        _await(posted, deadline)
+        for node, host in hosts.items():
+            if host.future is not None and host.future.done() and host.kind == kind:
+                results[node], host.future = host.future.result(), None
         return results
 
-    def _host(self, access: HostAccess) -> _Host:
-        if access not in self._hosts:
-            self._hosts[access] = _Host(access=access, open_session=self._open, changed=self._changed)
-        return self._hosts[access]
-
-    def _await(self, hosts: Collection[_Host], deadline: float | None) -> None:
-        timeout_s = None if deadline is None else max(0.0, deadline - time.monotonic())
-        with self._changed:
-            self._changed.wait_for(lambda: not any(host.busy for host in hosts), timeout_s)
-
     def close(self) -> None:
-        """Close all sessions; a daemon thread that still waits for a host is not waited for."""
+        """Close all sessions; a host that still does not answer is not waited for."""
+        open_now = [host for host in self._hosts.values() if host.session is not None]  # others write nothing
         for host in self._hosts.values():
-            host.close()
-        deadline = time.monotonic() + _CLOSE_TIMEOUT_S
-        for host in self._hosts.values():
-            if host.thread is not None and host.session is not None:  # one that connects writes nothing
-                host.thread.join(max(0.0, deadline - time.monotonic()))
+            host.closed = True
+        ends = [_in_thread(host.close) for host in open_now]
+        ends += [host.future for host in open_now if host.future is not None]
+        _await(ends, time.monotonic() + _CLOSE_TIMEOUT_S)
 
 
-def _close_if_open(result: Session | SshError) -> None:
-    if isinstance(result, Session):
-        result.close()
+def _in_thread(function: Callable[..., Any], *words: Any) -> Future[Any]:
+    """Call a function in a daemon thread."""
+    future: Future[Any] = Future()
+    threading.Thread(target=fulfil, args=(future, function, *words), daemon=True).start()
+    return future
+
+
+def _await(futures: Collection[Future[Any]], deadline: float) -> None:
+    """Wait for futures until a time of the monotonic clock."""
+    wait(futures, None if deadline == math.inf else max(0.0, deadline - time.monotonic()))

@@ -37,7 +37,7 @@ from clusterddp.run.directory import RunDir
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.sessions import Open, SessionPool, Work
-    from clusterddp.planning.ssh import HostAccess
+    from clusterddp.planning.ssh import SshNode
 
 FIRST_ANSWER_S = 12.0
 """How long the first answers may take; they include the time to connect."""
@@ -83,24 +83,25 @@ class Synchroniser:
         self._report = report
         self._names_hosts = names_hosts
         self._interval_s = interval_s
-        self._host_runs: dict[HostAccess, list[HostRun]] = {}
+        self._host_runs: dict[SshNode, list[HostRun]] = {}
         for run in filter(is_on_hosts, runs):
-            for access, host_run in find_host_runs(run, report):
-                self._host_runs.setdefault(access, []).append(host_run)
+            for host_run in find_host_runs(run, report):
+                self._host_runs.setdefault(host_run.node, []).append(host_run)
         self._sessions: SessionPool | None = None
         if self._host_runs:
-            from clusterddp.places.ssh.sessions import Opener, SessionPool  # loads paramiko
+            from clusterddp.places.ssh.connections import Connector
+            from clusterddp.places.ssh.sessions import SessionPool
 
-            self._sessions = SessionPool(open_session or Opener(environ))
+            self._sessions = SessionPool(open_session or Connector(environ).open)
         self._wants = Wants()
-        self._listings: dict[tuple[HostAccess, str], dict[str, Listed]] = {}
+        self._listings: dict[tuple[SshNode, str], dict[str, Listed]] = {}
         """The last list of files of a run from a host, which sends another only when it has changed."""
         self._reported: dict[str, str] = {}
         """The last message by subject."""
         self._updated_at: float | None = None
         """Seconds of the monotonic clock; None: never."""
         self._is_behind = False
-        self._unreached: set[HostAccess] = set()
+        self._unreached: set[SshNode] = set()
         self._returned_at = -math.inf
         """When a host last answered again, in seconds of the monotonic clock."""
 
@@ -155,51 +156,51 @@ class Synchroniser:
         def ask(session: Asks) -> dict[str, Any]:
             return session.ask(do, facts, timeout_s=ASK_TIMEOUT_S).facts
 
-        asked = [access for access, host_runs in self._host_runs.items() if any(each.run == run for each in host_runs)]
+        asked = [node for node, host_runs in self._host_runs.items() if any(each.run == run for each in host_runs)]
         timeout_s = FIRST_ANSWER_S + EACH_S * len(asked)
         results = self._run(do, dict.fromkeys(asked, ask), timeout_s, anew=True)
         reason = f"no answer within {timeout_s:g} s"
         return {each.host: results.get(each, SshError(each.host, "ask", reason)) for each in asked}
 
-    def _choose_hosts(self, wants: Wants, *, only_logs: bool = False) -> dict[HostAccess, list[HostRun]]:
+    def _choose_hosts(self, wants: Wants, *, only_logs: bool = False) -> dict[SshNode, list[HostRun]]:
         """Choose which hosts are asked about which runs; `only_logs`: heads, and hosts of ranks with wanted logs."""
-        works: dict[HostAccess, list[HostRun]] = {}
-        for access, host_runs in self._host_runs.items():
+        works: dict[SshNode, list[HostRun]] = {}
+        for node, host_runs in self._host_runs.items():
             for host_run in host_runs:
                 if only_logs and not (host_run.is_head or wants.logs & host_run.ranks):
                     continue
                 # A run whose record is damaged, or that is being removed, must not stop the others.
                 with contextlib.suppress(ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError):
                     if must_ask(host_run, wants):
-                        works.setdefault(access, []).append(host_run.wanting(wants))
+                        works.setdefault(node, []).append(host_run.wanting(wants))
         return works
 
     def _run(
-        self, kind: str, works: Mapping[HostAccess, Work], timeout_s: float | None, *, anew: bool
-    ) -> dict[HostAccess, Any]:
+        self, kind: str, works: Mapping[SshNode, Work], timeout_s: float | None, *, anew: bool
+    ) -> dict[SshNode, Any]:
         return self._sessions.run(kind, works, timeout_s, anew=anew) if self._sessions is not None else {}
 
-    def _ask(self, works: Mapping[HostAccess, list[HostRun]], timeout_s: float | None, *, anew: bool) -> None:
+    def _ask(self, works: Mapping[SshNode, list[HostRun]], timeout_s: float | None, *, anew: bool) -> None:
         """Ask hosts for what is new, download it, and write their reports."""
         is_first = self._updated_at is None
-        asks = {access: functools.partial(self._ask_host, access, host_runs) for access, host_runs in works.items()}
+        asks = {node: functools.partial(self._ask_host, node, host_runs) for node, host_runs in works.items()}
         answers = self._run("update", asks, timeout_s, anew=anew)
         self._is_behind = False
         reports: dict[RunDir, list[HostReport]] = {}
-        for access, host_runs in works.items():
-            answer = answers.get(access)
+        for node, host_runs in works.items():
+            answer = answers.get(node)
             if answer is None and is_first:
-                answer = SshError(access.host, "connect", f"no answer within {timeout_s:g} s")
+                answer = SshError(node.host, "connect", f"no answer within {timeout_s:g} s")
             if isinstance(answer, SshError):
-                self._unreached.add(access)
-                self._report_host(access.host, f"cannot be reached: {reason_of(answer)}", answer.hint)
+                self._unreached.add(node)
+                self._report_host(node.host, f"cannot be reached: {reason_of(answer)}", answer.hint)
                 for host_run in host_runs:
                     reports.setdefault(host_run.run, []).append(failure_of(host_run, answer))
             elif answer is not None:
-                if access in self._unreached:
-                    self._unreached.discard(access)
+                if node in self._unreached:
+                    self._unreached.discard(node)
                     self._returned_at = time.monotonic()
-                self._report_host(access.host, "", None)
+                self._report_host(node.host, "", None)
                 for result in answer:
                     self._take(result, reports)
         for run, of_run in reports.items():
@@ -229,7 +230,7 @@ class Synchroniser:
         if self._names_hosts and (problem or host in self._reported):
             self._report_once(host, f"{host} {problem or 'answers again'}", hint)
 
-    def _ask_host(self, access: HostAccess, host_runs: list[HostRun], session: Asks) -> list[_Result]:
+    def _ask_host(self, node: SshNode, host_runs: list[HostRun], session: Asks) -> list[_Result]:
         """Ask a host for what is new of runs, and download it; runs in the host's own thread."""
         asked = [{"name": each.name, "token": each.token} for each in host_runs]
         reply = session.ask("run.look", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
@@ -237,10 +238,10 @@ class Synchroniser:
         for host_run in host_runs:
             answer = reply.facts["runs"].get(host_run.name)
             if answer is None:
-                raise NonsenseError(access.host, f"nothing of {host_run.name}")
+                raise NonsenseError(node.host, f"nothing of {host_run.name}")
             if answer["files"] is not None:
-                self._listings[access, host_run.name] = answer["files"]
-            files = self._listings.get((access, host_run.name), {})
+                self._listings[node, host_run.name] = answer["files"]
+            files = self._listings.get((node, host_run.name), {})
             results.append(self._download(session, host_run, answer, files))
         return results
 

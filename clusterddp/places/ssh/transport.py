@@ -26,6 +26,7 @@ from clusterddp.places.ssh.keys import CERTIFICATE, HostKey
 
 HANDSHAKE_TIMEOUT_S = 15.0
 AUTHENTICATION_TIMEOUT_S = 30.0
+_CHANNEL_TIMEOUT_S = 15.0
 _PROHIBITED = 1  # RFC 4254, 5.1
 _CIPHERS = ("aes128-gcm@openssh.com", "aes256-gcm@openssh.com")
 _AGENT_TIMEOUT_S = 60  # the user may have to touch a security key
@@ -94,6 +95,35 @@ def open_tunnel(transport: paramiko.Transport, jump: Destination, destination: D
     except (paramiko.SSHException, EOFError, OSError) as error:
         found = f"{jump.host} did not connect to {destination.address} within {limit_s:g} s ({_text(error)})"
     raise SshError(destination.host, "connect", found, hint=hint)
+
+
+def open_channel(transport: paramiko.Transport, destination: Destination) -> paramiko.Channel:
+    """Open a channel for one command.
+
+    Raises: SshError.
+    """
+    try:
+        return transport.open_session(timeout=_CHANNEL_TIMEOUT_S)
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        found = f"{destination.address} opens no session ({_text(error)})"
+        hint = "is the host overloaded? MaxSessions of its sshd"
+        raise SshError(destination.host, "connect", found, hint=hint) from error
+
+
+def execute(transport: paramiko.Transport, destination: Destination, command: str) -> paramiko.Channel:
+    """Run a command on the host; the channel carries its standard streams.
+
+    Raises: SshError.
+    """
+    channel = open_channel(transport, destination)
+    channel.settimeout(_CHANNEL_TIMEOUT_S)
+    try:
+        channel.exec_command(command)
+    except (paramiko.SSHException, EOFError, OSError) as error:
+        channel.close()
+        found = f"{destination.address} runs no command ({' '.join(str(error).split()) or 'no answer'})"
+        raise SshError(destination.host, "start", found, hint="a forced command, or a login shell?") from error
+    return channel
 
 
 def authenticate(transport: paramiko.Transport, destination: Destination) -> None:

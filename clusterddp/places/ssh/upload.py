@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
-from clusterddp.places.ssh.connections import AT_ONCE, Fan
+from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.session import Session, Upload
 from clusterddp.places.ssh.sessions import raise_for
 from clusterddp.system.archive import Archive
@@ -195,10 +195,10 @@ class Uploader:
                 left.discard(host)
 
         try:
-            results = Fan(asked, call).results(AT_ONCE)
+            results = call_each(call, asked)
         except BaseException:
             for host in left:  # only closing its channel interrupts an upload; the host discards what it has received
-                self.sessions[host].channel.close()
+                self.sessions[host].break_off()
             raise
         raise_for([one for one in results.values() if isinstance(one, ClusterddpError)], "cannot be sent what it needs")
         return {host: one for host, one in results.items() if not isinstance(one, ClusterddpError)}

@@ -21,11 +21,11 @@ from clusterddp.places.ssh.network import probe_network
 from clusterddp.places.ssh.reports import read_reports
 from clusterddp.places.ssh.session import Session
 from clusterddp.places.ssh.sessions import SessionPool
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.planning.ssh import SshNode
 from clusterddp.system.files import write_json
 from clusterddp.view.ps import Hosts
-from tests.support.agent_hosts import Connection, make_channel, running_hosts
 from tests.support.agent_hosts import Hosts as AgentHosts
+from tests.support.agent_hosts import make_channel, running_hosts, stand_ins
 from tests.support.handmade_runs import make_gang
 
 Answer = Callable[[dict[str, Any]], bytes]
@@ -47,7 +47,7 @@ def hostile_session(answer: Answer, host: str = "gpu01") -> Session:
                 theirs.sendall(answer(json.loads(line)))
 
     threading.Thread(target=serve, daemon=True).start()
-    return Session(host=host, connection=Connection(), channel=channel)
+    return Session(**stand_ins(host), channel=channel)
 
 
 def say(data: bytes = b"", **words: Any) -> bytes:
@@ -122,7 +122,7 @@ def test_fewer_leases_than_nodes_are_refused() -> None:
 
 
 def test_a_host_that_lists_nothing_old_is_an_error_of_that_host() -> None:
-    with Hosts([HostAccess(host="gpu01")], {}) as machines:
+    with Hosts([SshNode(host="gpu01")], {}) as machines:
         machines._pool = SessionPool(lambda access: hostile_session(lambda request: say(runs=[], stored=None)))
         (found,) = machines.stored(1.0).values()
     assert "the answer of its agent is invalid: no old files" in str(found)
@@ -168,7 +168,7 @@ def test_a_pull_without_progress_ends(hosts: AgentHosts, how: str) -> None:
     answer = answering(hosts, {LOG: [1 << 40, 1]}, ANSWERS_TO_READ[how])
     good = hosts.open
 
-    def open_session(access: HostAccess) -> Session:
+    def open_session(access: SshNode) -> Session:
         return hostile_session(answer) if access.host == "gpu01" else good(access)
 
     hosts.open = open_session  # type: ignore[method-assign]

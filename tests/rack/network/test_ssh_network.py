@@ -32,9 +32,9 @@ import json, os, sys
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.network import choose, probe_network, settle_network
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.planning.ssh import SshNode
 from clusterddp.places.ssh.sessions import open_sessions
-accesses = [HostAccess(host=host) for host in sys.argv[1:]]
+accesses = [SshNode(host=host) for host in sys.argv[1:]]
 sessions = open_sessions(accesses, environ=os.environ)
 for line in sys.stdin:
     order = json.loads(line)

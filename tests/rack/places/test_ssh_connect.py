@@ -207,10 +207,11 @@ def test_no_thread_is_left_when_connections_are_closed(person):
     person.configure("Host far\n  HostName node3\n  ProxyJump node1\n")
     program = """
 import os, threading
-from clusterddp.places.ssh.connections import connect_all
-made = connect_all(["node1", "far"], environ=os.environ)
-for connection in made.values():
-    connection.close()
+from clusterddp.places.ssh.connections import Connector, call_each
+with Connector(os.environ) as connector:
+    made = call_each(connector.connect, ["node1", "far"])
+for session in made.values():
+    session.close()
 for thread in threading.enumerate()[1:]:
     thread.join(10)
 print(threading.active_count())

@@ -27,11 +27,11 @@ LAUNCHER = """
 import contextlib, json, os, sys
 from clusterddp.errors import PreflightError
 from clusterddp.places.ssh.launcher import lease_gpus
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.planning.ssh import SshNode
 from clusterddp.places.ssh.sessions import open_sessions
 order = json.loads(sys.argv[1])
 names = [name.split()[0] for name in order["gpus"]]
-accesses = [HostAccess(host=host, venv=order["venv"]) for host in dict.fromkeys(names)]
+accesses = [SshNode(host=host, venv=order["venv"]) for host in dict.fromkeys(names)]
 sessions = open_sessions(accesses, environ=os.environ)
 say = lambda **words: print(json.dumps(words), flush=True)
 say(pid=os.getpid())

@@ -40,9 +40,13 @@ def pinned(person: SshPerson, host_key: str) -> str:
     """Connect to node1 with a pinned key; return what becomes of it."""
     program = f"""
 import os
-from clusterddp.places.ssh.connections import connect_all
-result = connect_all(["node1"], environ=os.environ, pinned={{"node1": {host_key!r}}})["node1"]
-print(getattr(result, "message", "connected"))
+from clusterddp.errors import SshError
+from clusterddp.places.ssh.connections import Connector
+try:
+    Connector(os.environ).connect("node1", pinned={host_key!r}).close()
+    print("connected")
+except SshError as error:
+    print(error.message)
 """
     return person.python(program).strip()
 

@@ -25,9 +25,9 @@ CONVERSE = """
 import json, os, sys
 from clusterddp.errors import SshError
 from clusterddp.places.ssh.session import Session
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.planning.ssh import SshNode
 from clusterddp.places.ssh.sessions import open_sessions
-accesses = [HostAccess(**access) for access in json.loads(sys.argv[1])]
+accesses = [SshNode(**access) for access in json.loads(sys.argv[1])]
 found = {}
 sessions = open_sessions(accesses, environ=os.environ)
 for host, session in sessions.items():

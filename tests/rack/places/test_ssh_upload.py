@@ -29,12 +29,12 @@ import json, os, sys, time
 from pathlib import Path
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.upload import upload_run
-from clusterddp.planning.ssh import HostAccess
+from clusterddp.planning.ssh import SshNode
 from clusterddp.places.ssh.sessions import open_sessions
 order = json.loads(sys.argv[1])
 code = Path(order["run"]) / "code"
 code = code.resolve() if code.is_symlink() else None
-accesses = [HostAccess(host=host, root=root, python=sys.executable) for host, root in order["hosts"].items()]
+accesses = [SshNode(host=host, root=root, python=sys.executable) for host, root in order["hosts"].items()]
 sessions = open_sessions(accesses, environ=os.environ)
 watched = []
 def watch(progress):

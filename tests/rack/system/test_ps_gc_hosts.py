@@ -30,11 +30,11 @@ SLEEPER = ("sleep", "600")
 LOSES_ITS_CONNECTION = """
 import os, sys
 from clusterddp.view.ps import Hosts
-from clusterddp.planning.ssh import HostAccess
-access = HostAccess(host="node1")
+from clusterddp.planning.ssh import SshNode
+access = SshNode(host="node1")
 with Hosts([access], os.environ) as hosts:
     hosts.look()
-    hosts._pool._hosts[access].session.connection.close()
+    hosts._pool._hosts[access].session.transport.close()
     print(hosts.end({"node1": [sys.argv[1]]})["node1"][0].ended)
 """
 FOREVER = "import time\nprint('up', flush=True)\nwhile True: time.sleep(0.05)\n"

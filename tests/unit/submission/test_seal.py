@@ -21,7 +21,7 @@ from clusterddp.run.code import store_of
 from clusterddp.run.directory import RunDir
 from clusterddp.submission.submit import refuse_foreign
 from clusterddp.system.files import read_json, write_json
-from clusterddp.view.ps import accesses_of
+from clusterddp.view.ps import hosts_of
 from tests.support.launch_runs import git, plan_text
 
 SPEC = "name: a\nlauncher: ssh\nssh: {hosts: [gpu01]}\ntrain: {dataset: shapes}\n"
@@ -61,7 +61,7 @@ def clusterddp(place: Path, *arguments: str) -> tuple[subprocess.CompletedProces
 
 
 def test_a_run_that_we_have_planned_has_its_hosts(run: RunDir) -> None:
-    assert [target.host for _, target in find_host_runs(run)] == ["gpu01"]
+    assert [each.host for each in find_host_runs(run)] == ["gpu01"]
 
 
 @pytest.mark.parametrize(
@@ -89,7 +89,7 @@ def test_a_plan_that_another_program_has_changed_names_no_host(run: RunDir, chan
     with pytest.raises(ClusterddpError, match="does not come from you"):
         read_plan(run)
     with pytest.raises(ClusterddpError, match="does not come from you"):
-        accesses_of(run)
+        hosts_of(run)
 
 
 def test_a_plan_of_another_user_names_no_host(run: RunDir, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
