@@ -1,19 +1,55 @@
-"""One attempt as the head sees it: which failure is the cause, whether it is over, how it ended, and what follows.
+"""One attempt as the head sees it: which rank's end is the cause, whether it is over, how it ended, and what follows.
 
-Nothing here touches a process, a file or a clock; the head passes in the events and acts on the results.
+When one rank of a gang dies the others fail soon after, because they lose the connection to it, and the failure that is
+seen first is not always the first one. So each end of a rank has a weight: 0 cannot follow from another rank's end.
+
+`Attempt` and `Restarts` touch no process, file or clock; the head passes in the events and acts on the results.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterable
-from typing import Literal
 
-from clusterddp.node.failure import CASCADE, CERTAIN, OWN, Failure, RankEnd, failure_of
+from clusterddp.facts.memory import explain_oom_kill
 from clusterddp.ranks.environment import spell_ranks
-from clusterddp.run.attempts import AttemptEnd, RootCause, cancelled, failed, failed_by
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    cancelled,
+    failed,
+    failed_by,
+    one_line,
+    read_error_file,
+    signal_name,
+)
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
+from clusterddp.run.record import RankEnd, Restart
+from clusterddp.system.files import read_tail
+
+CERTAIN = 0
+"""A signal from outside, a lost node: it does not follow from another rank's end."""
+OWN = 1
+"""An exception or exit code of the rank's own."""
+CONNECTION = 2
+"""A connection that broke, perhaps not one to another rank."""
+CASCADE = 3
+"""A collective that failed because another rank had ended, or did not take part."""
+
+_CONNECTION = re.compile(r"Connection (?:closed|reset|refused|aborted)|Broken pipe|ConnectionError|EOFError", re.I)
+# The errors of torch 2.13's gloo, TCPStore and NCCL on the ranks that are left (gloo's and the store's measured here,
+# with 4 ranks in an all_reduce loop; NCCL's from nccl.h and ProcessGroupNCCL.cpp).
+_CASCADE = re.compile(
+    r"gloo[/\\]transport|ncclRemoteError|DistNetworkError|DistStoreError|Connection closed by (?:remote )?peer"
+    r"|remote process exit|Watchdog caught collective|NCCL watchdog|(?:recvValue|sendBytes|recvVector) failed"
+    r"|failed to recv, got 0 bytes|wait timeout after|Timed out (?:after|waiting)|monitoredBarrier",
+    re.I,
+)
+_LINES = 20
+_HEAD = "Traceback (most recent call last):"
+_TORCHRUNS = "ChildFailedError"
+"""torchrun's own exception, which reports that a rank had one; the rank's is printed before it."""
 
 SETTLE_S = 0.5
 """How long a connection loss waits for the failure that may be its cause."""
@@ -25,9 +61,6 @@ SETTLE_SPAWNED_S = 4.0
 NEVER_ASKED = "the program exited with code 0 and never asked clusterddp.should_stop(): it may have completed"
 """Of ranks that ended well after a request to stop, and whose code names the stop file: a look at it is not seen."""
 _JUDGE_QUIET_S = 1.0
-
-Restart = Literal["none", "here", "another job"]
-"""Who starts the next attempt: no process, the same supervisors, or another start of the batch job."""
 
 
 class Attempt:
@@ -56,11 +89,11 @@ class Attempt:
         self._run = run
         self._gang = gang
         self._ends: dict[int, RankEnd] = {}
-        self._failures: list[Failure] = []
+        self._failures: list[RankEnd] = []
         self._decide_at = float("inf")
         self._decided = False
         self._stop_deadline = float("inf")
-        self._overdue: Failure | None = None
+        self._overdue: RankEnd | None = None
         """Set when the ranks have not ended in time after a request to stop."""
 
     @property
@@ -75,12 +108,16 @@ class Attempt:
 
     def rank_ended(self, end: RankEnd, now: float) -> None:
         """Take in the end of a rank."""
+        assert end.rank is not None
         self.running.discard(end.rank)
         self._ends[end.rank] = end
         if end.exit_code != 0 and (not end.on_order or _may_be_earlier(end)):
-            self.fail(failure_of(end, self._gang), now)
+            who = f"rank {end.rank} on {end.host}"
+            if self._gang.entry.spawns:
+                who = f"the program of {self._spell([end.rank])} on {end.host}"
+            self.fail(dataclasses.replace(end, error=end.spell(who), restart="here"), now)
 
-    def fail(self, failure: Failure, now: float) -> None:
+    def fail(self, failure: RankEnd, now: float) -> None:
         """Take in a failure; the verdict is due after a moment in which its cause may be reported.
 
         After the decision only a connection loss still gives way to a failure that may be its cause.
@@ -125,7 +162,7 @@ class Attempt:
             what = f"did not stop before the job is taken away ({self.stop_reason})"
         if what is not None:
             host = self._gang.node_of(rank).host
-            failure = Failure.at(host, f"{self._spell(self.running)} {what}", rank=rank)
+            failure = RankEnd(rank=rank, host=host, error=f"{self._spell(self.running)} {what}")
             self._overdue = failure if now >= self._stop_deadline else None
             self.fail(failure, now)
 
@@ -148,9 +185,9 @@ class Attempt:
         if self.cancel_reason is not None:
             return cancelled(self.cancel_reason)
         if self._overdue is not None and self.stopped_by_people and self.cause() is self._overdue:
-            return cancelled(f"ended without a checkpoint: {self._overdue.cause.error}")
+            return cancelled(f"ended without a checkpoint: {self._overdue.error}")
         if self._failures:
-            return failed_by(self._with_log(self.cause().cause))
+            return failed_by(self._with_log(self.cause()))
         if self.stop_reason is not None and (stop_confirmed or self.begun is None):
             return self._stopped(self.stop_reason)
         reason = f"{self._spell(self._ends)} exited with code 0"
@@ -177,22 +214,20 @@ class Attempt:
         stopped = "" if self.begun is None else "; the ranks stopped at a checkpoint"
         return dataclasses.replace(end, reason=f"{self.job_failure}{stopped}")
 
-    def cause(self) -> Failure:
+    def cause(self) -> RankEnd:
         """Return the failure that the others follow from: the one of the lowest weight, of equal ones the first."""
         first = min(self._failures, key=lambda failure: failure.weight)
-        leavers = [end.rank for end in self._ends.values() if end.exit_code == 0 and not end.on_order]
+        leavers = [end for end in self._ends.values() if end.exit_code == 0 and not end.on_order]
         if first.weight != CASCADE or not leavers:
             return first
-        rank = leavers[0]
-        host = self._gang.node_of(rank).host
-        what = f"rank {rank} on {host} exited with code 0 while others still needed it; then {first.cause.error}"
-        cause = RootCause(rank=rank, host=host, exit_code=0, error=what, log=None)
-        return Failure(cause=cause, restartable=True)
+        end = leavers[0]
+        what = f"rank {end.rank} on {end.host} exited with code 0 while others still needed it; then {first.error}"
+        return dataclasses.replace(end, error=what, restart="here")
 
     def _spell(self, ranks: Iterable[int]) -> str:
         return spell_ranks(self._gang.carried_by(ranks))
 
-    def _with_log(self, cause: RootCause) -> RootCause:
+    def _with_log(self, cause: RankEnd) -> RankEnd:
         """Add the log of the rank that failed; no rank failed where none had started."""
         if cause.rank is None or self.begun is None:
             return dataclasses.replace(cause, rank=None)
@@ -233,13 +268,13 @@ class Restarts:
         cause = attempt.cause() if attempt.settling else None
         # A node that is lost after the job's SIGTERM still counts: a job step ends so when a task was killed.
         stopped = attempt.stop_reason is not None and (
-            attempt.stopped_by_people or not (cause and cause.job_restartable)
+            attempt.stopped_by_people or not (cause and cause.restart == "another job")
         )
         if cause is None or stopped or self.final:
             return "none"
-        if cause.restartable and able:
+        if cause.restart == "here" and able:
             return "here"
-        return "another job" if self._in_job and (cause.job_restartable or cause.restartable) else "none"
+        return "another job" if self._in_job and cause.restart != "none" else "none"
 
 
 def _may_be_earlier(end: RankEnd) -> bool:
@@ -247,9 +282,83 @@ def _may_be_earlier(end: RankEnd) -> bool:
 
     A rank with an exception of its own may still run its cleanup while the others have lost the connection to it.
     """
-    return (
+    return bool(
         end.signal is None
         and end.weight == OWN
-        and end.error is not None
+        and end.error
         and not end.error.startswith(("SystemExit", "KeyboardInterrupt"))
     )
+
+
+def read_rank_end(
+    attempt: AttemptDir, rank: int, returncode: int, *, host: str, on_order: bool, oom_kills: int | None = None
+) -> RankEnd:
+    """Find out how a rank ended from its return code (negative: a signal), its error file and its standard error.
+
+    `oom_kills`: as many processes had the kernel killed for memory when the ranks began.
+    """
+    if returncode == 0:
+        return RankEnd(rank=rank, host=host, exit_code=0, on_order=on_order)
+    error, traceback = read_error_file(attempt.error_file(rank))
+    stderr = read_tail(attempt.stderr(rank))
+    name = signal_name(-returncode) if returncode < 0 else None
+    weight = _weigh(f"{error}\n{traceback}" if error else "\n".join(stderr.splitlines()[-5:]))
+    if name is not None and (name != "SIGABRT" or weight == OWN):
+        # Only SIGABRT may come from the process itself, for example from NCCL's watchdog.
+        weight = CERTAIN
+    if name == "SIGKILL" and not on_order:
+        error = explain_oom_kill(oom_kills) or error
+    if name == "SIGABRT" and error is None:
+        error = one_line(stderr.rpartition("\n")[2]) or None
+    last = find_last_line(stderr) if error is None and name is None else None
+    return RankEnd(
+        rank=rank,
+        host=host,
+        exit_code=128 - returncode if returncode < 0 else returncode,
+        signal=name,
+        error=error or "",
+        traceback=last[1] if last else traceback,
+        last_line=one_line(last[0]) if last else "",
+        weight=weight,
+        on_order=on_order,
+    )
+
+
+def find_last_line(text: str) -> tuple[str, str] | None:
+    """Return the most telling line of an output, and the lines around it: a traceback's, or the last ones.
+
+    None where the output is empty.
+    """
+    lines = [line for line in text.splitlines() if re.search(r"\w", line)]
+    if not lines:
+        return None
+    if any(line.startswith("torch.distributed.elastic") and _TORCHRUNS in line for line in lines):
+        tracebacks = [block for block in _tracebacks(text.splitlines()) if _TORCHRUNS not in block[-1]]
+        if tracebacks:
+            return tracebacks[-1][-1].strip(), "\n".join(tracebacks[-1])
+    return lines[-1].strip(), "\n".join(text.splitlines()[-_LINES:])
+
+
+def _tracebacks(lines: list[str]) -> list[list[str]]:
+    """Find the tracebacks, each from its head to the line of its exception.
+
+    torchrun can put `[rank1]: ` before the lines of its ranks.
+    """
+    found: list[list[str]] = []
+    block: list[str] | None = None
+    for line in lines:
+        own = re.sub(r"^\[[^\]]*\]:? ?", "", line)
+        if own.startswith(_HEAD):
+            block = [own]
+        elif block is not None:
+            block.append(own)
+            if own and not own.startswith((" ", "\t")):
+                found.append(block)
+                block = None
+    return found
+
+
+def _weigh(text: str) -> int:
+    if _CASCADE.search(text):
+        return CASCADE
+    return CONNECTION if _CONNECTION.search(text) else OWN

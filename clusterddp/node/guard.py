@@ -29,7 +29,7 @@ from clusterddp.ranks.environment import COOKIE, cookie, rank_cookies
 from clusterddp.run.attempts import close_attempt, failed_by, loss_of_nodes
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir
-from clusterddp.run.record import read_ranks, write_rank
+from clusterddp.run.record import RankEnd, read_ranks, write_rank
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
 
@@ -170,8 +170,9 @@ def clean_up(facts: Facts, what_happened: str) -> None:
 def _complete_rank_records(facts: Facts) -> None:
     for record in read_ranks(facts.attempt_dir):
         if record.rank in facts.order.node.ranks and record.ended is None:
-            ended = record.at_end(exit_code=137, signal="SIGKILL", error="ended with its supervisor")
-            write_rank(facts.attempt_dir, ended)
+            error = "ended with its supervisor"
+            end = RankEnd(rank=record.rank, host=record.host, exit_code=137, signal="SIGKILL", error=error)
+            write_rank(facts.attempt_dir, record.at_end(end))
 
 
 if __name__ == "__main__":

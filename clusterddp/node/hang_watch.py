@@ -24,14 +24,13 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.connection import Message
-from clusterddp.node.failure import Failure
 from clusterddp.node.link import Question
 from clusterddp.node.log import log, log_line
 from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, children_of, find_memory
-from clusterddp.run.attempts import RootCause
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.log_times import LogTimesWriter
+from clusterddp.run.record import RankEnd
 from clusterddp.run.stacks import Folded, RankStack, StackReport, fold, take_request, unmoved_ranks, write_report
 from clusterddp.system.files import read_last_jsonl
 from clusterddp.system.processes import read_usage
@@ -85,14 +84,13 @@ class Hang:
         }
 
 
-def failure_of_hang(hang: Hang, gang: Gang) -> Failure:
+def failure_of_hang(hang: Hang, gang: Gang) -> RankEnd:
     """Return the hang as the end of the attempt; a rank that the others wait for is its cause."""
     rank = hang.folded.suspects[0] if hang.folded.suspects else min(each.rank for each in hang.report.ranks)
     raw = next((each.raw for each in hang.report.ranks if each.rank == rank), "")
     error = f"hang: {hang.text}" + (f" ({hang.folded.hint})" if hang.folded.hint else "")
     host = gang.node_of(rank).host
-    cause = RootCause(rank=rank, host=host, exit_code=None, error=error, log=None, traceback=raw[-_MAX_RAW:] or None)
-    return Failure(cause=cause, restartable=True)
+    return RankEnd(rank=rank, host=host, error=error, traceback=raw[-_MAX_RAW:] or None, restart="here")
 
 
 @dataclass(kw_only=True, slots=True)

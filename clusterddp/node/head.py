@@ -16,11 +16,10 @@ from clusterddp.network.interface import is_cut_off
 from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import faster_networks
 from clusterddp.node.attempt import Attempt, Restarts
-from clusterddp.node.failure import Failure, RankEnd, reported_failure
 from clusterddp.node.guard import Guard
 from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.helpers import Helpers
-from clusterddp.node.link import facts_of
+from clusterddp.node.link import end_of, facts_of
 from clusterddp.node.log import log, log_end, log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import Rendezvous
@@ -30,7 +29,7 @@ from clusterddp.run.attempts import AttemptEnd, EndRecord, loss_of_nodes, spell_
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.record import ProcessIdentity
+from clusterddp.run.record import ProcessIdentity, RankEnd
 from clusterddp.system.files import is_file, write_json
 from clusterddp.system.storage import storage_timeout_s
 
@@ -152,7 +151,7 @@ class Head:
         elif kind in {"silent", "stack", "stacks_done", "usage"}:
             (self._usage if kind == "usage" else self._hangs).on_report(node_rank, report, now)
         elif kind == "rank_ended":
-            self._attempt.rank_ended(RankEnd(**facts_of(report)), now)
+            self._attempt.rank_ended(end_of(report), now)
         elif kind in {"stop_requested", "cancel"}:
             self._on_request(report, now)
         elif kind == "supervisor_ended":
@@ -164,7 +163,7 @@ class Head:
         elif kind == "gave_up":
             self.on_loss(node_rank, Loss("given_up", str(report["why"])), now)
         elif kind in {"failed", "parent_gone"}:
-            self._fail(reported_failure(self._gang, node, report, attempt=self._attempt.begun_in), now)
+            self._fail(end_of(report) if kind == "failed" else self._loss_of_parent(node, report), now)
 
     def _on_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
@@ -239,12 +238,20 @@ class Head:
         if node_rank not in self.nodes.pids:
             self._fail_nodes((self._gang.nodes[node_rank],), self.nodes.spell_end(node_rank, exit_code), now)
 
+    def _loss_of_parent(self, node: Node, report: Message) -> RankEnd:
+        """Return the end of all ranks with the process that carries a node, or the whole run."""
+        what, place = f"the task that carries the run (pid {report['pid']}) was killed", None
+        if report["one_node"]:
+            what, place = f"{node.host} lost the command that carries the run", node
+        attempt = self._attempt.begun_in
+        return loss_of_nodes(self._gang, self._gang.nodes, what, attempt=attempt, place=place, whose="")
+
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
         try:
             self._rendezvous.open(attempt.number, self.nodes.reached)
         except ClusterddpError as error:
-            self._fail(Failure.at(gang.nodes[0].host, error.message), now)
+            self._fail(RankEnd(rank=None, host=gang.nodes[0].host, error=error.message), now)
             return
         attempt.begun = now
         self._guard.update(started=True)
@@ -261,7 +268,7 @@ class Head:
             self._helpers.on_event("start", self._attempt.number, f"{self._gang.num_ranks} ranks run")
         if error is not None:
             log_line(f"the start could not be recorded: {error}")
-            self._fail(Failure.at(self._gang.nodes[0].host, error, rank=0), now)
+            self._fail(RankEnd(rank=0, host=self._gang.nodes[0].host, error=error), now)
 
     def _on_request(self, report: Message, now: float) -> None:
         """Act on a request to cancel the run, or to stop it at a checkpoint."""
@@ -300,12 +307,11 @@ class Head:
 
     def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault."""
-        cause = loss_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in)
-        self._fail(Failure(cause=cause, job_restartable=True), now)
+        self._fail(loss_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in), now)
 
-    def _fail(self, failure: Failure, now: float) -> None:
+    def _fail(self, failure: RankEnd, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
-        if self._job is not None and failure.job_restartable:
+        if self._job is not None and failure.restart == "another job":
             self._restarts.incomplete = True
         else:
             self._restarts.final = True
@@ -493,7 +499,7 @@ class JoinedNodes:
     def complete(self) -> bool:
         return len(self.pids) == len(self._gang.nodes) and not any(self._unready.values())
 
-    def overdue(self, now: float) -> Failure | None:
+    def overdue(self, now: float) -> RankEnd | None:
         """Name the nodes and tasks that are missing once the time is up."""
         if now < self._until:
             return None
@@ -505,7 +511,7 @@ class JoinedNodes:
         for node in unready:
             missing.append(f"the tasks of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start")
         error = f"{' and '.join(missing)} within {self._timeout_s:g} s"
-        return Failure.at((absent + unready)[0].host, error, job_restartable=True)
+        return RankEnd(rank=None, host=(absent + unready)[0].host, error=error, restart="another job")
 
 
 class Ending:

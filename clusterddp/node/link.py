@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 import socket
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,6 +18,8 @@ from clusterddp.network.port import bind_port
 from clusterddp.network.rendezvous.client import Attempt, Found
 from clusterddp.network.rendezvous.connection import HOST_SILENT, Connection, Loss, Message, Protocol
 from clusterddp.node.log import log_line
+from clusterddp.run.record import RankEnd
+from clusterddp.wire import build
 
 HEARTBEAT_S = 1.0
 PROCESS_ENDED = Loss("process_ended", "its process has ended")
@@ -64,6 +67,19 @@ def watch_host(sock: socket.socket, silence_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in options.items():
         sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def report_of(kind: str, end: RankEnd) -> Message:
+    """Return a report that carries the end of a rank; see `end_of`."""
+    return {"kind": kind, **dataclasses.asdict(end)}
+
+
+def end_of(report: Message) -> RankEnd:
+    """Return the end that a report carries.
+
+    Raises: ValueError: it carries none.
+    """
+    return build(RankEnd, report)
 
 
 def facts_of(message: Message) -> Message:

@@ -22,8 +22,9 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import count_oom_kills
 from clusterddp.network.nccl_log import Transport, merge, read_transport
 from clusterddp.network.rendezvous.connection import Message
-from clusterddp.node.failure import CERTAIN, OWN, read_rank_end
+from clusterddp.node.attempt import CERTAIN, OWN, read_rank_end
 from clusterddp.node.hang_watch import NodeStacks
+from clusterddp.node.link import report_of
 from clusterddp.node.log import log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
@@ -34,7 +35,7 @@ from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.preload import find_preload
-from clusterddp.run.record import RankRecord, write_rank
+from clusterddp.run.record import RankEnd, RankRecord, write_rank
 from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
 from clusterddp.system.files import is_file
 from clusterddp.system.processes import is_stopped
@@ -299,17 +300,23 @@ class LocalRanks:
         """Report a rank that ended through no fault of its own, and that cannot be started again here."""
         if attempt is not None:
             attempt.running.discard(lost.rank)
-        self._report({"kind": "failed", "error": lost.error, "weight": CERTAIN, "rank": lost.rank})
+        end = RankEnd(rank=lost.rank, host=self._node.host, error=lost.error, weight=CERTAIN, restart="another job")
+        self._report(report_of("failed", end))
 
     def _rank_ended(self, attempt: LocalAttempt, ended: Ended) -> None:
         rank = ended.rank
-        on_order = attempt.ending is not None
-        end = read_rank_end(attempt.dir, rank, ended.returncode, on_order=on_order, oom_kills=attempt.oom_kills)
+        end = read_rank_end(
+            attempt.dir,
+            rank,
+            ended.returncode,
+            host=self._node.host,
+            on_order=attempt.ending is not None,
+            oom_kills=attempt.oom_kills,
+        )
         attempt.watch.look()
         # First the report: the record waits for the disk, and the other ranks should not.
-        self._report({"kind": "rank_ended", **dataclasses.asdict(end)})
-        error = "ended with the gang" if end.on_order and end.signal is not None else end.error
-        record = attempt.records[rank].at_end(exit_code=end.exit_code, signal=end.signal, error=error)
+        self._report(report_of("rank_ended", end))
+        record = attempt.records[rank].at_end(end)
         attempt.records[rank] = record
         self._records.put(attempt.dir, record)
         self._write_records(time.monotonic())
@@ -332,7 +339,8 @@ class LocalRanks:
 
     def _fail(self, error: str) -> None:
         # It may follow from the end of a rank, which was reported first; of two equal failures the first one counts.
-        self._report({"kind": "failed", "error": error, "weight": OWN})
+        end = RankEnd(rank=min(self._node.ranks), host=self._node.host, error=error, weight=OWN)
+        self._report(report_of("failed", end))
 
 
 class RankRecords:

@@ -223,7 +223,7 @@ def _record_end(exit_code: int, error: str = "", trace: str = "") -> None:
         return
     from clusterddp.errors import ClusterddpError
     from clusterddp.run.directory import RunDir
-    from clusterddp.run.record import read_rank, write_rank
+    from clusterddp.run.record import RankEnd, read_rank, write_rank
     from clusterddp.system.files import write_json
 
     with contextlib.suppress(OSError, KeyError, ValueError, ClusterddpError):
@@ -231,12 +231,13 @@ def _record_end(exit_code: int, error: str = "", trace: str = "") -> None:
         record = read_rank(attempt, int(os.environ["RANK"]))
         if record is None or record.pid != os.getpid():
             return
-        message = " ".join(error.split())[:400] if exit_code else None
+        message = " ".join(error.split())[:400] if exit_code else ""
         if trace:  # torchrun has named another file for it
             extra = {"py_callstack": trace, "timestamp": str(int(time.time()))}
             content = {"message": {"message": message, "extraInfo": extra}}
             write_json(attempt.error_file(record.rank), content, exclusive=True)
-        write_rank(attempt, record.at_end(exit_code=exit_code, error=message))
+        end = RankEnd(rank=record.rank, host=record.host, exit_code=exit_code, error=message)
+        write_rank(attempt, record.at_end(end))
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
 * Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; links: see socket_links.py), `missing`
   (ranks), `started` (interface, address, why, nccl_interfaces), `transport` (a Transport), `rank_ended` (a RankEnd),
   `stop_requested` (reason, signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node), `failed`
-  (error, weight; rank: when its task is lost), `ended` (left: pids that cannot be killed; connected: a connection to
+  (a RankEnd), `ended` (left: pids that cannot be killed; connected: a connection to
   the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress),
   `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see usage_watch.py).
 * Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `stop`
@@ -43,11 +43,10 @@ from clusterddp.network.port import walk_ports
 from clusterddp.network.rendezvous.client import Search
 from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import report_links
-from clusterddp.node.failure import CERTAIN
 from clusterddp.node.guard import Guard, clean_up
 from clusterddp.node.head import Head, JobWatch
 from clusterddp.node.helpers import Helpers
-from clusterddp.node.link import SUPERVISORS, Clock, Limits, listen, listen_on_walk
+from clusterddp.node.link import SUPERVISORS, Clock, Limits, listen, listen_on_walk, report_of
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_end, log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
@@ -57,6 +56,7 @@ from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, close_attempt, failed_by, loss_of_nodes, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.record import RankEnd
 from clusterddp.run.supervisors import JobOrder, SupervisorOrder
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import set_storage_timeout
@@ -288,7 +288,8 @@ class Supervisor:
             return
         error = f"attempt {later} of the run has begun elsewhere"
         log_line(error)
-        self.uplink.report({"kind": "failed", "error": error, "weight": CERTAIN})
+        node = self._order.node
+        self.uplink.report(report_of("failed", RankEnd(rank=min(node.ranks), host=node.host, error=error)))
         self._ranks.begin_end(now)
 
     @property

@@ -14,11 +14,11 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.client import Attempt, AuthenticatedAttempt, Found, Search
 from clusterddp.network.rendezvous.connection import HOST_SILENT, Connection, Loss, Message
 from clusterddp.network.rendezvous.server import Arrival, Server
-from clusterddp.node.failure import CERTAIN
 from clusterddp.node.head import Head
-from clusterddp.node.link import SUPERVISORS, Limits, Peer, given_up
+from clusterddp.node.link import SUPERVISORS, Limits, Peer, given_up, report_of
 from clusterddp.node.log import log_line
 from clusterddp.run.gang import Gang
+from clusterddp.run.record import RankEnd
 from clusterddp.run.supervisors import Link
 
 _REPORT_FATAL_S = 1.0
@@ -81,7 +81,7 @@ class HeadElsewhere:
         self.head_lost: Loss | None = None
         self.joined = False
         self._token = gang.token
-        self._node_rank = node_rank
+        self._node = gang.nodes[node_rank]
         self._selector = selector
         self._listener = listener
         self._search = search
@@ -122,7 +122,8 @@ class HeadElsewhere:
         return orders
 
     def report_fatal_error(self, error: str) -> None:
-        self.report({"kind": "failed", "error": error, "weight": CERTAIN})
+        node = self._node
+        self.report(report_of("failed", RankEnd(rank=min(node.ranks), host=node.host, error=error)))
         behind = time.monotonic() - self._now  # on the supervisor's clock, which does not tick any more
         until = self._now + _REPORT_FATAL_S
         while self.head_lost is None and (now := time.monotonic() - behind) < until:
@@ -181,7 +182,7 @@ class HeadElsewhere:
     def _connect_again(self, now: float) -> Attempt:
         again = {
             "kind": "join_again",
-            "node_rank": self._node_rank,
+            "node_rank": self._node.node_rank,
             "session": self._session,
             "received": self._peer.received,
         }

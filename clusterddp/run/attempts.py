@@ -1,8 +1,8 @@
 """Attempts of a run: how one is made, how it ends and why, and the record of its end (`end.json`).
 
 The head records the end (`EndRecord`). Where it cannot, whichever process finds the attempt without an end closes it
-(`close_attempt`, `end_run`): its guard, a node that has lost it, the task or batch script that carries the run, the
-next start of a Slurm job, a command. The first `end.json` that is written counts.
+(`close_attempt`): its guard, a node that has lost it, the task or batch script that carries the run, the next start of
+a Slurm job, a command. The first `end.json` that is written counts.
 
 The spool keeps ends that a run's own storage does not take (full, read-only, lost) in the user's state directory. A
 reader that finds no `end.json` looks there. On a cluster it helps if home directories are shared and on other storage
@@ -29,7 +29,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
-from clusterddp.run.record import ProcessIdentity, drop_secrets, read_run, write_run
+from clusterddp.run.record import ProcessIdentity, RankEnd, drop_secrets, read_run, write_run
 from clusterddp.system.files import build_record, read_json, sync_directory, write_json
 from clusterddp.system.storage import is_outage, retry_outage, storage_timeout_s
 
@@ -44,26 +44,13 @@ _FULL_S = 10.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RootCause:
-    """Why an attempt failed: the first failure, not the ones that followed from it."""
-
-    rank: int | None
-    """The rank that failed first; for a lost node the lowest of its ranks; None when it failed before any started."""
-    host: str
-    exit_code: int | None
-    """As in a shell: 128 + signal for a rank that a signal ended."""
-    error: str
-    log: str | None
-    traceback: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
     """`end.json`: how an attempt ended. The first one that is written counts."""
 
     outcome: AttemptOutcome
     reason: str
-    root_cause: RootCause | None = None
+    root_cause: RankEnd | None = None
+    """The first failure, not the ones that followed from it."""
     will_restart: bool = False
     needs_job: bool = False
     """With `will_restart`, on Slurm: the next attempt needs another start of the job."""
@@ -91,11 +78,11 @@ def failed(
     `host`: where it failed, by default this one. `goes_on`: another start of its Slurm job begins the next attempt.
     """
     where = socket.gethostname() if host is None else host
-    cause = RootCause(rank=rank, host=where, exit_code=exit_code, error=reason, log=log)
+    cause = RankEnd(rank=rank, host=where, exit_code=exit_code, error=reason, log=log)
     return failed_by(cause, goes_on=goes_on)
 
 
-def failed_by(cause: RootCause, *, goes_on: bool = False) -> AttemptEnd:
+def failed_by(cause: RankEnd, *, goes_on: bool = False) -> AttemptEnd:
     """Return the end of an attempt with this root cause; `goes_on` as for `failed`."""
     return AttemptEnd(outcome="FAILED", reason=cause.error, root_cause=cause, will_restart=goes_on, needs_job=goes_on)
 
@@ -108,7 +95,7 @@ def loss_of_nodes(
     attempt: AttemptDir | None,
     place: Node | None = None,
     whose: str = "its ",
-) -> RootCause:
+) -> RankEnd:
     """Return the root cause of ranks that ended because their hosts or supervisors were lost.
 
     `what`: a sentence on what happened. `attempt`: the one whose ranks had started; None: no rank had. `place`: where
@@ -116,12 +103,12 @@ def loss_of_nodes(
     """
     host = (place or nodes[0]).host
     if attempt is None:
-        return RootCause(rank=None, host=host, exit_code=None, error=f"{what} before any rank was started", log=None)
+        return RankEnd(rank=None, host=host, error=f"{what} before any rank was started", restart="another job")
     ranks = [rank for node in nodes for rank in node.ranks]
     rank = min(place.ranks if place else ranks)
     log = str(attempt.stderr(rank).relative_to(attempt.path.parents[1]))
     error = f"{what}; {whose}{spell_ranks(gang.carried_by(ranks))} ended with it"
-    return RootCause(rank=rank, host=host, exit_code=None, error=error, log=log)
+    return RankEnd(rank=rank, host=host, error=error, log=log, restart="another job")
 
 
 class EndRecord:
@@ -163,11 +150,25 @@ class EndRecord:
 
 
 def close_attempt(attempt: AttemptDir, end: AttemptEnd, token: str) -> EndRecord:
-    """Record the end of an attempt that nobody else may have recorded; return when it is written or spooled."""
+    """Record the end of an attempt whose head has recorded none; return when it is written or spooled."""
     record = EndRecord(attempt, end, token)
     while not record.step(time.monotonic()):
         time.sleep(_RETRY_S)
     return record
+
+
+def end_run(run: RunDir, end: AttemptEnd, *, attempt: AttemptDir | None = None, token: str = "") -> None:
+    """Close the newest attempt of a run; if the run was about to restart, make the next one and close that.
+
+    `attempt`, `token`: what is known of it, where the run's storage may be away.
+    Raises: ClusterddpError, OSError: it is away, and no attempt is known.
+    """
+    try:
+        attempt = retry_outage(lambda: _attempt_without_end(run))
+    except (ClusterddpError, OSError):
+        if attempt is None:
+            raise
+    close_attempt(attempt, end, token or read_run(run).token)
 
 
 def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
@@ -187,6 +188,11 @@ def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
 def read_end(attempt: AttemptDir) -> AttemptEnd | None:
     data = read_json(attempt.end)
     return None if data is None else parse_end(data, str(attempt.end))
+
+
+def find_end(attempt: AttemptDir, token: str) -> AttemptEnd | None:
+    """Read how an attempt ended, from the spool where the run's storage has no record."""
+    return read_end(attempt) or read_spooled(token, attempt.number)
 
 
 def parse_end(data: Any, where: str = "end.json") -> AttemptEnd:
@@ -241,13 +247,6 @@ def read_error_file(path: Path) -> tuple[str | None, str | None]:
         return _gist(str(message["message"])), str(traceback)[-_MAX_TRACEBACK:] if traceback else None
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None
-
-
-def spell_end(who: str, exit_code: int | None, *, signal: str | None, error: str | None) -> str:
-    """Say how a rank ended; `who`: the rank and its host."""
-    if signal is not None:
-        return f"{who} was killed by {signal}" + (f" ({error})" if error else "")
-    return f"{who}: {error}" if error is not None else f"{who} exited with code {exit_code}"
 
 
 def spell_exit(returncode: int) -> str:
@@ -332,22 +331,6 @@ def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
     run.cancel_file.unlink(missing_ok=True)
 
 
-def end_run(run: RunDir, end: AttemptEnd) -> None:
-    """Record how the run ended, unless an end is recorded already.
-
-    If the run was about to restart, this makes the next attempt and records the end there.
-    Raises: ClusterddpError, OSError: the storage does not take the record.
-    """
-    write_end(_attempt_without_end(run), end)
-
-
-def end_or_spool(run: RunDir, attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
-    """Record how the run ended; spool the end if the storage does not take it. `attempt`: the newest known attempt."""
-    with contextlib.suppress(ClusterddpError, OSError):
-        attempt = retry_outage(lambda: _attempt_without_end(run))
-    close_attempt(attempt, end, token)
-
-
 def end_queued(run: RunDir, reason: str) -> bool:
     """End a run that waits in the queue of a sweep; False: it does not wait, or another process is starting it."""
     if not read_run(run).queued or final_end(run) is not None or not claim(run.attempts()[-1]):
@@ -359,9 +342,7 @@ def end_queued(run: RunDir, reason: str) -> bool:
 def final_end(run: RunDir) -> AttemptEnd | None:
     """Read how the run ended; None while an attempt runs or another one follows."""
     attempts = run.attempts()
-    end = None
-    if attempts:
-        end = read_end(attempts[-1]) or read_spooled(read_run(run).token, attempts[-1].number)
+    end = find_end(attempts[-1], read_run(run).token) if attempts else None
     return None if end is None or end.will_restart else end
 
 

@@ -23,6 +23,8 @@ from clusterddp.system.files import append_jsonl, build_record, read_record, wri
 from clusterddp.system.processes import read_process
 
 _T = TypeVar("_T")
+Restart = Literal["none", "here", "another job"]
+"""Who starts the next attempt: no process, the same supervisors, or another start of the batch job."""
 FOREIGN = "none"
 """The launcher of a run whose ranks torchrun, mpirun or another program has started; `job_id` names the program."""
 WORKER = "worker"
@@ -123,6 +125,44 @@ class JobAnswer:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankEnd:
+    """How a rank ended, or a node and its ranks; the first one of an attempt that failed is its root cause.
+
+    It is the same value from the rank's exit to `status`: the node makes it, the link carries it, end.json holds it.
+    """
+
+    rank: int | None
+    """For a lost node the lowest of its ranks; None when it failed before any rank started."""
+    host: str
+    exit_code: int | None = None
+    """As in a shell: 128 + signal for a rank that a signal ended."""
+    error: str = ""
+    """Of a rank: the exception, or another known cause, in one line; of a root cause: the whole sentence."""
+    log: str | None = None
+    """Of a root cause: where the rank has printed, relative to the run's directory."""
+    traceback: str | None = None
+    """The exception's; where there is none, the last lines of standard error."""
+    signal: str | None = None
+    last_line: str = ""
+    """Of its standard error, where it exited with a code and no exception is known."""
+    weight: int = 0
+    """Whether it may follow from another rank's end (node/attempt.py); 0: it cannot."""
+    on_order: bool = False
+    """True when it ended after its supervisor had begun to end it."""
+    restart: Restart = "none"
+    """Which restart may help."""
+
+    def spell(self, who: str) -> str:
+        """Say how it ended; `who`: the rank and its host."""
+        if self.signal is not None:
+            return f"{who} was killed by {self.signal}" + (f" ({self.error})" if self.error else "")
+        if self.error:
+            return f"{who}: {self.error}"
+        last = f"; the last line of its stderr: {self.last_line}" if self.last_line else ""
+        return f"{who} exited with code {self.exit_code}{last}"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class RankRecord:
     """`ranks/003.json`: one rank of one attempt, written when it starts and once more when it has ended."""
 
@@ -153,10 +193,18 @@ class RankRecord:
             return "KILLED"
         return "COMPLETED" if self.exit_code == 0 else "FAILED"
 
-    def at_end(self, *, exit_code: int, signal: str | None = None, error: str | None = None) -> RankRecord:
+    @property
+    def end(self) -> RankEnd:
+        """How the rank ended, once it has."""
+        return RankEnd(
+            rank=self.rank, host=self.host, exit_code=self.exit_code, signal=self.signal, error=self.error or ""
+        )
+
+    def at_end(self, end: RankEnd) -> RankRecord:
         """Return the record of the rank that has just ended."""
+        error = "ended with the gang" if end.on_order and end.signal is not None else end.error or None
         return dataclasses.replace(
-            self, stopped=None, ended=time.time(), exit_code=exit_code, signal=signal, error=error
+            self, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
         )
 
 

@@ -15,7 +15,7 @@ from enum import Enum
 from typing import TYPE_CHECKING, Literal
 
 from clusterddp.errors import UsageError
-from clusterddp.run.attempts import AttemptEnd, read_end, read_spooled
+from clusterddp.run.attempts import AttemptEnd, find_end, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_start
 
@@ -155,7 +155,7 @@ def read_records(run: RunDir, record: RunRecord) -> Records:
             is_restart=False,
         )
     is_claimed = newest.is_claimed()  # this opens the directory, and so a network file system reads it again
-    end = read_end(newest) or read_spooled(record.token, newest.number)
+    end = find_end(newest, record.token)
     before = read_end(run.attempt(newest.number - 1)) if newest.number and end is None else None
     start = read_start(newest)
     return Records(

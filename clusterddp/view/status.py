@@ -17,10 +17,9 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.places.ssh.reports import read_reports, read_unreached, start_of
 from clusterddp.places.state import read_state
-from clusterddp.run.attempts import RootCause
 from clusterddp.run.directory import RunDir
 from clusterddp.run.rank_usage import read_usage_report
-from clusterddp.run.record import RunRecord, Start, read_gang, read_run, read_start
+from clusterddp.run.record import RankEnd, RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import is_file
 from clusterddp.view.events import (
@@ -91,7 +90,7 @@ class RunStatus(RunSummary):
     """Ranks in all."""
     ranks: tuple[RankStatus, ...]
     """The ranks of the newest attempt."""
-    root_cause: RootCause | None
+    root_cause: RankEnd | None
     """The first failure of a run that FAILED."""
     checkpoint: Checkpoint | None
     """The newest one of a run that has ended."""
@@ -356,7 +355,7 @@ _SETUP = Diagnosis("setup", "before any rank ran", "clusterddp doctor SPEC check
 _CODE = Diagnosis("code", "the program", "")
 
 
-def diagnose(cause: RootCause) -> Diagnosis:
+def diagnose(cause: RankEnd) -> Diagnosis:
     """Find the kind of a failure: by its own words, then by the exception at the end of its traceback."""
     last_line = (cause.traceback or "").rstrip().rpartition("\n")[2]
     for text in (cause.error, last_line):

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, write_rank, write_run
+from clusterddp.run.record import ProcessIdentity, RankEnd, RankRecord, RunRecord, write_rank, write_run
 from clusterddp.system.files import append_jsonl, write_json
 
 HOST = socket.gethostname()
@@ -109,7 +109,7 @@ def fail(attempt: AttemptDir, *, rank: int = 1, ranks: int = 2, per_node: int = 
         "\x1b]0;evil title\x07epoch 1\nTraceback (most recent call last):\n"
         '  File "train.py", line 3, in <module>\nValueError: the loss is nan\n'
     )
-    cause = RootCause(
+    cause = RankEnd(
         rank=rank,
         host=HOST,
         exit_code=1,

@@ -29,7 +29,8 @@ TASK = """
 import os, signal, sys, time
 from pathlib import Path
 from clusterddp.run.directory import RunDir
-from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
+from clusterddp.run.attempts import AttemptEnd, write_end
+from clusterddp.run.record import RankEnd
 signalled = []
 signal.signal(signal.SIGTERM, lambda *_: signalled.append(1))
 run, number, rank = RunDir(Path(sys.argv[1])), int(sys.argv[2]), int(os.environ["SLURM_PROCID"])

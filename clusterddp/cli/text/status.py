@@ -21,9 +21,9 @@ from clusterddp.view.status import has_checkpoint
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
-    from clusterddp.run.attempts import RootCause
     from clusterddp.run.directory import RunDir
     from clusterddp.run.rank_usage import RankUsage
+    from clusterddp.run.record import RankEnd
     from clusterddp.view.events import NodeTransport, Stopping
     from clusterddp.view.progress import Progress
     from clusterddp.view.ranks import RankStatus
@@ -130,7 +130,7 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
     return f"checkpoint{where}: {printable(checkpoint.path)}, step {checkpoint.step}"
 
 
-def root_cause_lines(cause: RootCause, run: RunDir, *, columns: int | None = None) -> list[str]:
+def root_cause_lines(cause: RankEnd, run: RunDir, *, columns: int | None = None) -> list[str]:
     """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
     from clusterddp.view.logs import read_log_tail
     from clusterddp.view.status import diagnose
@@ -252,7 +252,7 @@ def _count(number: float) -> str:
 
 
 def next_steps(
-    state: str, address: str, run: RunDir, cause: RootCause | None, *, job_log: str | None = None
+    state: str, address: str, run: RunDir, cause: RankEnd | None, *, job_log: str | None = None
 ) -> list[str]:
     """Return the commands that are useful now, each with what it does.
 

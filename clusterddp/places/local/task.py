@@ -26,7 +26,6 @@ from clusterddp.ranks.environment import inherited_environment, rank_cookies
 from clusterddp.run.attempts import (
     AttemptEnd,
     cancelled,
-    end_or_spool,
     end_run,
     failed,
     failed_by,
@@ -149,7 +148,8 @@ def _carry(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -
         for node in gang.nodes:
             end_processes(*rank_cookies(gang.token, node.node_rank), timeout_s=3.0)
         if final_end(run) is None:
-            end_or_spool(run, run.attempt(attempt), gang.token, _explain(run, ended, error_text))
+            end = _explain(run, ended, error_text)
+            end_run(run, end, attempt=run.attempt(attempt), token=gang.token)
 
 
 def _start_supervisors(

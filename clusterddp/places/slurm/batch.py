@@ -31,12 +31,11 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import (
     AttemptEnd,
     cancelled,
-    end_or_spool,
     end_run,
     failed,
     final_end,
+    find_end,
     read_end,
-    read_spooled,
     spell_exit,
     spool_end,
 )
@@ -151,7 +150,7 @@ def carry(carried: Carried, signals: Signals) -> int:
     if _settled_end(run) is None:
         end_processes(f"{carried.record.token}.", timeout_s=5.0)
         end = _explain(carried, srun_end, _read_from(log, log_size_before), signals)
-        end_or_spool(run, attempt, carried.record.token, end)
+        end_run(run, end, attempt=attempt, token=carried.record.token)
     return _conclude(carried, attempt)
 
 
@@ -228,7 +227,7 @@ def _wait_for_end(run: RunDir) -> None:
 def _settled_end(run: RunDir) -> AttemptEnd | None:
     """Return the end of the run, or of its last attempt in this start of the job; None: the run continues here."""
     attempt = run.newest_attempt()
-    end = read_end(attempt) or read_spooled(read_run(run).token, attempt.number)
+    end = find_end(attempt, read_run(run).token)
     return end if end is not None and (end.needs_job or not end.will_restart) else None
 
 

@@ -14,7 +14,16 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.control import END_TIME, read_time_left_s
 from clusterddp.ranks.environment import COOKIE, cookie
-from clusterddp.run.attempts import AttemptEnd, cancelled, end_run, failed, make_attempt, read_end, write_end
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    cancelled,
+    close_attempt,
+    end_run,
+    failed,
+    find_end,
+    make_attempt,
+    read_end,
+)
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.job_tag import tag_of
 from clusterddp.run.record import RunRecord, log_event, read_run
@@ -139,7 +148,7 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
     run = carried.run
     for _ in range(_MAX_ROUNDS):
         last = _last_attempt(carried)
-        end = read_end(last)
+        end = find_end(last, carried.record.token)
         if end is not None and not end.will_restart:
             return None
         if is_file(run.cancel_file):
@@ -195,7 +204,7 @@ def _close_stale(carried: Carried, attempt: AttemptDir) -> None:
     if not will_restart:
         reason += f"; {_used_up(restarts)}"
     end = failed(reason, host=host, log="launcher/tasks.log", goes_on=will_restart)
-    if write_end(attempt, end):
+    if close_attempt(attempt, end, carried.record.token).is_first:
         log_event(run, "attempt_ended", attempt=attempt.number, outcome=end.outcome, reason=end.reason)
 
 

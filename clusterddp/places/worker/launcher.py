@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING
 from clusterddp.errors import UsageError
 from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.ranks.environment import spell_ranks
-from clusterddp.run.attempts import AttemptEnd, RootCause, failed_by, read_error_file, spell_end
+from clusterddp.run.attempts import AttemptEnd, failed_by, read_error_file
 from clusterddp.run.cleanup import end_run_here, find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_gang, read_ranks
+from clusterddp.run.record import ProcessIdentity, RankEnd, RankRecord, RunRecord, read_gang, read_ranks
 from clusterddp.run.state import Answer, Records
 
 if TYPE_CHECKING:
@@ -115,18 +115,15 @@ def _alive(rank: RankRecord) -> bool | None:
     return ProcessIdentity.from_json(rank.process).alive() if rank.process else False
 
 
-def _killed(rank: RankRecord) -> RootCause:
+def _killed(rank: RankRecord) -> RankEnd:
     error = f"rank {rank.rank} on {rank.host} is gone and recorded no end: it was killed, or its host failed"
-    return RootCause(rank=rank.rank, host=rank.host, exit_code=None, error=error, log=None)
+    return RankEnd(rank=rank.rank, host=rank.host, error=error)
 
 
-def _failed(attempt: AttemptDir, rank: RankRecord) -> RootCause:
+def _failed(attempt: AttemptDir, rank: RankRecord) -> RankEnd:
     traceback = read_error_file(attempt.error_file(rank.rank))[1]
-    who = f"rank {rank.rank} on {rank.host}"
-    error = spell_end(who, rank.exit_code, signal=rank.signal, error=rank.error)
-    return RootCause(
-        rank=rank.rank, host=rank.host, exit_code=rank.exit_code, error=error, log=None, traceback=traceback
-    )
+    error = rank.end.spell(f"rank {rank.rank} on {rank.host}")
+    return dataclasses.replace(rank.end, error=error, traceback=traceback)
 
 
 def _completed(run: RunDir, ranks: list[RankRecord]) -> AttemptEnd:

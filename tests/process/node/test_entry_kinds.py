@@ -15,10 +15,10 @@ from click import unstyle
 import clusterddp
 from clusterddp.cli.text.status import status_lines
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.attempts import RootCause, read_end
+from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_run
+from clusterddp.run.record import RankEnd, read_run
 from clusterddp.submission.cancel import HOW_TO_STOP, cancel
 from clusterddp.submission.submit import submit, wait
 from clusterddp.view.status import read_status
@@ -67,7 +67,7 @@ def completed(run: RunDir) -> RunDir:
     return run
 
 
-def cause(run: RunDir) -> RootCause:
+def cause(run: RunDir) -> RankEnd:
     assert wait(run, 120).state == "FAILED"
     end = read_end(run.attempts()[-1])
     assert end is not None

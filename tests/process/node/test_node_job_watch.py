@@ -7,7 +7,6 @@ import pytest
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.attempt import Attempt, Restarts
-from clusterddp.node.failure import Failure
 from clusterddp.node.head import Intent, JoinedNodes
 from clusterddp.node.link import Clock
 from clusterddp.node.rank_network import choose_address
@@ -15,6 +14,7 @@ from clusterddp.places.slurm.control import JobNow, read_duration_s, read_kill_w
 from clusterddp.places.slurm.job_watch import PATIENCE_S, Allocation, Answer, SlurmJobWatch
 from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
+from clusterddp.run.record import RankEnd
 from clusterddp.run.supervisors import JobOrder
 from tests.support.gang_runs import make_gang
 
@@ -241,22 +241,22 @@ def test_what_slurm_ends_goes_on_in_another_start_of_the_job(tmp_path, facts, ou
 @pytest.mark.parametrize(
     ("failure", "able", "restart"),
     [
-        ({"restartable": True}, True, "here"),
-        ({"restartable": True}, False, "another job"),
-        ({"job_restartable": True}, False, "another job"),
-        ({}, True, "none"),
+        ("here", True, "here"),
+        ("here", False, "another job"),
+        ("another job", False, "another job"),
+        ("none", True, "none"),
     ],
 )
 def test_a_failed_rank_is_started_again_in_place_and_a_lost_node_elsewhere(tmp_path, failure, able, restart):
     attempt, end = make_attempt(tmp_path), AttemptEnd(outcome="FAILED", reason="")
-    attempt.fail(Failure.at("a", "", rank=1, **failure), 1.0)
+    attempt.fail(RankEnd(rank=1, host="a", restart=failure), 1.0)
     assert restarts(tmp_path).after(attempt, end, all_gone=able) == restart
 
 
 @pytest.mark.parametrize(("by_people", "follows"), [(False, "another job"), (True, "none")])
 def test_a_node_lost_after_the_sigterm_that_srun_sends_when_a_task_was_killed_goes_on(tmp_path, by_people, follows):
     attempt = make_attempt(tmp_path, stop_reason="SIGTERM to the supervisor of node 0", stopped_by_people=by_people)
-    attempt.fail(Failure.at("b", "node 1 is lost", rank=1, job_restartable=True), 1.0)
+    attempt.fail(RankEnd(rank=1, host="b", error="node 1 is lost", restart="another job"), 1.0)
     end = AttemptEnd(outcome="FAILED", reason="")
     assert restarts(tmp_path).after(attempt, end, all_gone=False) == follows
 
@@ -264,7 +264,7 @@ def test_a_node_lost_after_the_sigterm_that_srun_sends_when_a_task_was_killed_go
 def test_a_node_that_does_not_join_is_named(tmp_path):
     joined = JoinedNodes(make_gang(tmp_path, ""), timeout_s=120, now=0.0)
     assert joined.overdue(119.0) is None
-    assert joined.overdue(120.0).cause.error == "node 0 on host0 and node 1 on host1 did not join within 120 s"
+    assert joined.overdue(120.0).error == "node 0 on host0 and node 1 on host1 did not join within 120 s"
 
 
 def test_a_task_that_does_not_start_is_named_with_its_host(tmp_path):
@@ -273,7 +273,7 @@ def test_a_task_that_does_not_start_is_named_with_its_host(tmp_path):
     joined.join(gang.nodes[0], {"pid": 1})
     joined.join(gang.nodes[1], {"pid": 2, "missing": [3]})
     assert not joined.complete
-    assert joined.overdue(120.0).cause.error == "the tasks of rank 3 on host1 did not start within 120 s"
+    assert joined.overdue(120.0).error == "the tasks of rank 3 on host1 did not start within 120 s"
 
 
 def test_the_master_is_where_most_nodes_have_reached_the_head(tmp_path):

@@ -13,8 +13,8 @@ import pytest
 from clusterddp.places.ssh.host_run import was_never_reached
 from clusterddp.places.ssh.reports import ago, reports_path
 from clusterddp.places.state import read_state
-from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
-from clusterddp.run.record import ProcessIdentity, read_run, write_run
+from clusterddp.run.attempts import AttemptEnd, write_end
+from clusterddp.run.record import ProcessIdentity, RankEnd, read_run, write_run
 from clusterddp.run.state import RunState
 from clusterddp.system.files import append_jsonl
 from clusterddp.view.status import read_status
@@ -23,7 +23,7 @@ from tests.support.agent_hosts import Hosts, running_hosts
 LOST_HEAD = AttemptEnd(
     outcome="FAILED",
     reason="node 0 was lost",
-    root_cause=RootCause(rank=0, host="gpu01", exit_code=None, error="gpu01 does not answer", log=None),
+    root_cause=RankEnd(rank=0, host="gpu01", exit_code=None, error="gpu01 does not answer", log=None),
 )
 
 

@@ -108,7 +108,7 @@ def test_tasks_that_die_without_a_report_are_explained_by_their_last_line(cluste
 
 
 def test_a_failed_run_gives_its_root_cause_s_exit_code_to_the_job(cluster):
-    cause = "RootCause(rank=1, host='h', exit_code=17, error='e', log=None)"
+    cause = "RankEnd(rank=1, host='h', exit_code=17, error='e', log=None)"
     _, job = start(cluster, "code", TASK + f"end('FAILED', root_cause={cause})\n")
     assert await_job_state(cluster, job, "FAILED")["ExitCode"] == "17:0"
 

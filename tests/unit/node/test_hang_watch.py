@@ -136,9 +136,9 @@ def test_the_time_of_the_spec_holds(tmp_path):
 def test_a_hang_as_the_end_names_the_rank_the_others_wait_for_and_has_its_stack(watched):
     _, hang = watched.silent(watched.stack(0), watched.stack(1, EVALUATES, raw="its stack"), until_s=100)
     failure = failure_of_hang(hang, watched.gang)
-    assert (failure.cause.rank, failure.cause.host, failure.cause.traceback) == (1, "host1", "its stack")
-    assert failure.cause.error.startswith("hang: no progress for 6")
-    assert failure.restartable
+    assert (failure.rank, failure.host, failure.traceback) == (1, "host1", "its stack")
+    assert failure.error.startswith("hang: no progress for 6")
+    assert failure.restart == "here"
 
 
 def test_what_a_command_asks_is_written_though_the_run_makes_progress(watched):

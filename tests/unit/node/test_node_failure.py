@@ -5,12 +5,22 @@ import json
 
 import pytest
 
-from clusterddp.node.attempt import SETTLE_OWN_S, SETTLE_S, SETTLE_SPAWNED_S, Attempt
-from clusterddp.node.failure import CASCADE, CERTAIN, CONNECTION, OWN, RankEnd, read_rank_end
+from clusterddp.node.attempt import (
+    CASCADE,
+    CERTAIN,
+    CONNECTION,
+    OWN,
+    SETTLE_OWN_S,
+    SETTLE_S,
+    SETTLE_SPAWNED_S,
+    Attempt,
+    read_rank_end,
+)
 from clusterddp.node.head import Ending
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
+from clusterddp.run.record import RankEnd
 from tests.support.handmade_runs import make_gang
 
 GLOO = (
@@ -56,7 +66,7 @@ def write_error(attempt, message, traceback="Traceback ..."):
 def test_an_exception_is_weighed_by_its_possible_causes(tmp_path, message, weight):
     attempt = make_attempt(tmp_path)
     write_error(attempt, message)
-    assert read_rank_end(attempt, 1, 1, on_order=False).weight == weight
+    assert read_rank_end(attempt, 1, 1, host="a", on_order=False).weight == weight
 
 
 def test_an_exception_that_was_raised_from_a_lost_connection_weighs_as_one(tmp_path):
@@ -64,22 +74,22 @@ def test_an_exception_that_was_raised_from_a_lost_connection_weighs_as_one(tmp_p
     write_error(
         attempt, "TrainingError: step 7", f"{GLOO}\n\nThe above exception was the direct cause\n\nTrainingError"
     )
-    assert read_rank_end(attempt, 1, 1, on_order=False).weight == CASCADE
+    assert read_rank_end(attempt, 1, 1, host="a", on_order=False).weight == CASCADE
 
 
 def test_a_signal_from_outside_is_certain_whatever_the_log_says(tmp_path):
     attempt = make_attempt(tmp_path)
     attempt.stderr(1).write_text(GLOO)
-    assert read_rank_end(attempt, 1, -9, on_order=False).weight == CERTAIN
+    assert read_rank_end(attempt, 1, -9, host="a", on_order=False).weight == CERTAIN
 
 
 def test_an_abort_after_a_watchdog_message_is_a_cascade_and_any_other_is_certain(tmp_path):
     attempt = make_attempt(tmp_path)
     attempt.stderr(1).write_text("terminate called without an active exception\n")
-    end = read_rank_end(attempt, 1, -6, on_order=False)
+    end = read_rank_end(attempt, 1, -6, host="a", on_order=False)
     assert (end.weight, end.error) == (CERTAIN, "terminate called without an active exception")
     attempt.stderr(1).write_text("[PG ID 0 Rank 1] Watchdog caught collective operation timeout: WorkNCCL(...)\n")
-    assert read_rank_end(attempt, 1, -6, on_order=False).weight == CASCADE
+    assert read_rank_end(attempt, 1, -6, host="a", on_order=False).weight == CASCADE
 
 
 @pytest.mark.parametrize(
@@ -88,7 +98,7 @@ def test_an_abort_after_a_watchdog_message_is_a_cascade_and_any_other_is_certain
 def test_a_damaged_error_file_does_not_hide_the_exit_code(tmp_path, content):
     attempt = make_attempt(tmp_path)
     attempt.error_file(1).write_text(content)
-    assert read_rank_end(attempt, 1, 3, on_order=False).exit_code == 3
+    assert read_rank_end(attempt, 1, 3, host="a", on_order=False).exit_code == 3
 
 
 def make_watch(tmp_path, *, spawns=()):
@@ -112,7 +122,7 @@ def test_processes_with_gpus_have_longer_until_they_cannot_be_killed(on_cpu, sec
 
 
 def failed(rank, weight, error="some error", **facts):
-    return RankEnd(rank=rank, exit_code=1, error=error, weight=weight, **facts)
+    return RankEnd(rank=rank, host=f"host{rank // 2}", exit_code=1, error=error, weight=weight, **facts)
 
 
 def test_a_signal_decides_at_once_and_a_connection_loss_waits(tmp_path):
@@ -167,10 +177,10 @@ def test_once_it_is_decided_a_later_failure_changes_nothing(tmp_path):
 @pytest.mark.parametrize(
     "end",
     [
-        RankEnd(rank=3, exit_code=143, signal="SIGTERM", weight=CERTAIN, on_order=True),
-        RankEnd(rank=3, exit_code=1, error="SystemExit: terminated", on_order=True),
-        RankEnd(rank=3, exit_code=1, error="KeyboardInterrupt", on_order=True),
-        RankEnd(rank=3, exit_code=5, on_order=True),
+        RankEnd(rank=3, host="host1", exit_code=143, signal="SIGTERM", weight=CERTAIN, on_order=True),
+        RankEnd(rank=3, host="host1", exit_code=1, error="SystemExit: terminated", weight=OWN, on_order=True),
+        RankEnd(rank=3, host="host1", exit_code=1, error="KeyboardInterrupt", weight=OWN, on_order=True),
+        RankEnd(rank=3, host="host1", exit_code=5, weight=OWN, on_order=True),
     ],
 )
 def test_a_rank_that_ended_on_order_is_never_the_cause(tmp_path, end):

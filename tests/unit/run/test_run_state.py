@@ -15,12 +15,12 @@ import pytest
 
 from clusterddp.node.head import may_look_for_file
 from clusterddp.places.state import read_state
-from clusterddp.run.attempts import AttemptEnd, RootCause, write_end
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry
-from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
+from clusterddp.run.record import ProcessIdentity, RankEnd, RunRecord, write_run
 from clusterddp.run.state import RunState
 from clusterddp.run.stop import looking_at, request_stop
 
@@ -87,7 +87,7 @@ def make_attempt(run: RunDir, number: int, *, head: dict[str, object] | None = N
 
 
 def end(run: RunDir, number: int, outcome: str, *, will_restart: bool = False) -> None:
-    cause = RootCause(rank=1, host="h", exit_code=137, error="rank 1 on h was killed by SIGKILL", log=None)
+    cause = RankEnd(rank=1, host="h", exit_code=137, error="rank 1 on h was killed by SIGKILL", log=None)
     write_end(
         run.attempt(number),
         AttemptEnd(outcome=outcome, reason="the reason", root_cause=cause, will_restart=will_restart),  # type: ignore[arg-type]

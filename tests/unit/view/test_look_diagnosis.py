@@ -6,13 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.attempts import RootCause, loss_of_nodes
+from clusterddp.run.attempts import loss_of_nodes
+from clusterddp.run.record import RankEnd
 from clusterddp.view.status import diagnose
 from tests.support.gang_runs import make_gang
 
 
 def category(error: str, *, rank: int | None = 1, traceback: str | None = None) -> str:
-    cause = RootCause(rank=rank, host="node2", exit_code=1, error=error, log=None, traceback=traceback)
+    cause = RankEnd(rank=rank, host="node2", exit_code=1, error=error, log=None, traceback=traceback)
     return diagnose(cause).category
 
 
