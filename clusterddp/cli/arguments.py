@@ -25,7 +25,7 @@ from clusterddp.run.sweep import SweepDir, sweep_of
 from clusterddp.system.units import parse_age
 
 if TYPE_CHECKING:
-    from clusterddp.cli.login_node.commands import Argument
+    from clusterddp.cli.login_command import Argument
     from clusterddp.spec.layers import Override
 
 _F = TypeVar("_F", bound=Callable[..., Any])

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clusterddp.cli.arguments import KeyValue, Place, collected, command, output_option, place_options, runs_option
-from clusterddp.cli.login import profile_option, start_at_login
-from clusterddp.cli.login_node.record import find_node
+from clusterddp.cli.login import find_node, profile_option, start_at_login
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.view.printable import printable

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterddp.cli.arguments import HostName, collected, command
-from clusterddp.cli.login import ask_login, profile_option
-from clusterddp.cli.login_node.record import Node, find_node
+from clusterddp.cli.login import Node, ask_login, find_node, profile_option
 from clusterddp.cli.terminal import Terminal, put, say, say_note
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.system.files import write_text

@@ -1,46 +1,96 @@
-"""Commands that run on a login node, by --profile or because their run is there, and how their output is shown here."""
+"""Commands that run on a login node, by --profile or because their run is there, and how their output is shown here.
+
+`RUNS/.login/<run>.json` records for each run that is there which profile has its login node.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
+import os
+import re
 import shlex
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
 from clusterddp.cli.arguments import given_arguments
-from clusterddp.cli.login_node.record import (
-    AT_LOGIN,
-    Node,
-    SentRun,
-    choose_variables,
-    demand_node,
-    find_node,
-    find_sent_run,
-    forget_sent_run,
-    list_sent_runs,
-    node_of_run,
-    write_sent_run,
-)
 from clusterddp.cli.terminal import Terminal, say, say_note, writing_stdout
-from clusterddp.errors import RunNotFoundError, SshError, UsageError
-from clusterddp.run.find import find_run
+from clusterddp.errors import ClusterddpError, RunNotFoundError, SshError, UsageError
+from clusterddp.run.find import created_ns, find_run, list_places, list_runs
 from clusterddp.run.sweep import find_sweep
+from clusterddp.system.files import read_record, write_json, write_text
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.cli.login_node.commands import Argument, LoginCommand
+    from clusterddp.cli.login_command import Argument, LoginCommand
+    from clusterddp.spec.hosts import Login
     from clusterddp.spec.load import ResolvedSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _STARTING = frozenset({"submit", "resume"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
+FOLDER = ".login"
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
+AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
+"""Set for a command that runs on a login node for a laptop: it uses no other login node."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Node:
+    """A login node, and the profile that names it."""
+
+    profile: str
+    login: Login
+    secrets: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SentRun:
+    """A run, or a sweep, whose directory is on a cluster."""
+
+    run: str
+    profile: str
+    secrets: tuple[str, ...]
+    """Names of the variables whose values the run needs again when it is resumed."""
+    created_ns: int
+
+    def name_there(self, name: str) -> str:
+        """Complete a name that was found to be that of this run, or of one of this sweep."""
+        return name if name.startswith(f"{self.run}.") else self.run
+
+    def node(self, environ: Mapping[str, str]) -> Node:
+        """Return its login node, as the profile names it now."""
+        return dataclasses.replace(demand_node(self.profile, environ), secrets=self.secrets)
+
+
+def find_node(profile: str | None, environ: Mapping[str, str]) -> Node | None:
+    """Find the login node of a profile, or of the default profile; None: it has none, or this is the login node."""
+    if AT_LOGIN in environ:
+        return None
+    from clusterddp.spec.layers import read_profile_login
+
+    found = read_profile_login(environ, profile)
+    return Node(profile=found[0], login=found[1]) if found else None
+
+
+def demand_node(profile: str, environ: Mapping[str, str]) -> Node:
+    """Find the login node of a profile.
+
+    Raises: UsageError: it has none.
+    """
+    node = find_node(profile, environ)
+    if node is None:
+        hint = f"without --profile this is asked here; `login: HOST` below profiles.{profile} of the configuration"
+        raise UsageError(f"profile {profile} names no login node", hint=hint)
+    return node
 
 
 def profile_option(function: _F) -> _F:
@@ -77,7 +127,7 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path, discard: bool) -> int:
     """Run the current command, which has read a spec, on the login node, with its code."""
-    from clusterddp.cli.login_node.commands import SPEC, plan_command
+    from clusterddp.cli.login_command import SPEC, plan_command
 
     context = click.get_current_context()
     terminal: Terminal = context.obj
@@ -102,7 +152,7 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
 
     Raises: click.exceptions.Exit: with its exit code, when that is not 0.
     """
-    from clusterddp.cli.login_node.commands import LoginCommand
+    from clusterddp.cli.login_command import LoginCommand
 
     context = click.get_current_context()
     answer = bytearray()
@@ -144,7 +194,7 @@ def _places_of(
     for name in names:
         node, name_there = None, name
         if sent := find_sent_run(runs_dir, name):
-            node, name_there = node_of_run(sent, environ), sent.name_there(name)
+            node, name_there = sent.node(environ), sent.name_there(name)
         else:
             try:
                 _ = find_sweep(runs_dir, name) or find_run(runs_dir, name)
@@ -199,8 +249,8 @@ class _Output:
             found = json.loads(line)
             line = str(found.get("run") or found.get("sweep"))
         self.run = line
-        node, login = self._node, self._node.login.model_dump(mode="json")
-        sent = SentRun(run=line, profile=node.profile, login=login, secrets=node.secrets, created_ns=time.time_ns())
+        node = self._node
+        sent = SentRun(run=line, profile=node.profile, secrets=node.secrets, created_ns=time.time_ns())
         write_sent_run(self._runs_dir, sent)
 
     def _put(self, data: bytes) -> None:
@@ -211,7 +261,7 @@ class _Output:
 
 def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
     """Run the current command on the login node, with some values changed."""
-    from clusterddp.cli.login_node.commands import LoginCommand, exec_at_login
+    from clusterddp.cli.login_command import LoginCommand, exec_at_login
 
     arguments = given_arguments(context, changed, [])
     if context.info_name == "exec":
@@ -226,7 +276,7 @@ def _run(
     *,
     write_out: Callable[[bytes], object] | None = None,
 ) -> int:
-    from clusterddp.cli.login_node.commands import run_at_login
+    from clusterddp.cli.login_command import run_at_login
 
     params = context.params
     starts = context.info_name in _STARTING and not params.get("dry_run")
@@ -257,7 +307,7 @@ def _run(
 def _run_where_it_is(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> Any:
     """Run a command about one run."""
     if sent := find_sent_run(values["runs_dir"], values["name"]):
-        return _run_same(node_of_run(sent, context.obj.environ), context, {"name": sent.name_there(values["name"])})
+        return _run_same(sent.node(context.obj.environ), context, {"name": sent.name_there(values["name"])})
     try:
         return function(**values)
     except RunNotFoundError:
@@ -285,13 +335,77 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
 def _say_runs_elsewhere(runs_dir: Path, *, quiet: bool) -> None:
     sent_runs = [] if quiet else list_sent_runs(runs_dir)
     for profile in dict.fromkeys(sent.profile for sent in sent_runs):
-        own = [sent for sent in sent_runs if sent.profile == profile]
-        count = "1 run is" if len(own) == 1 else f"{len(own)} runs are"
-        say(f"{count} on {own[-1].login['host']}: clusterddp list --profile {profile}")
+        number = sum(sent.profile == profile for sent in sent_runs)
+        count = "1 run is" if number == 1 else f"{number} runs are"
+        say(f"{count} on the cluster of profile {profile}: clusterddp list --profile {profile}")
 
 
 def _variables(terminal: Terminal, node: Node) -> dict[str, Argument]:
-    color = terminal.color
+    """Choose the variables that go to the login node: values of the spec, the run's secrets, how text is shown."""
+    environ, color = terminal.environ, terminal.color
+    chosen: dict[str, Argument] = {name: environ[name] for name in node.secrets if name in environ}
+    chosen |= {name: value for name, value in environ.items() if name.startswith("CLUSTERDDP__")}
+    chosen |= {"CLUSTERDDP_CONFIG": "", "CLUSTERDDP_PROJECT": ""}
+    if terminal.debug:
+        chosen["CLUSTERDDP_DEBUG"] = "1"
     if color is None and sys.stdout.isatty() and sys.stderr.isatty():
         color = True
-    return {**choose_variables(terminal.environ, node.secrets, debug=terminal.debug, color=color)}
+    if color is not None:
+        chosen["FORCE_COLOR" if color else "NO_COLOR"] = "1"
+    return chosen
+
+
+def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
+    """Record where a run is.
+
+    Raises: ClusterddpError: the host's answer is not a name, or the directory cannot be made.
+    """
+    if not _NAME.fullmatch(sent.run):
+        raise ClusterddpError(f"profile {sent.profile}: reports the run name {sent.run[:80]!r}, which is not valid")
+    folder = runs_dir / FOLDER
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise ClusterddpError(f"{folder}: cannot be made: {error.strerror}") from error
+    write_text(folder / ".gitignore", "*\n", exclusive=True)  # this directory is usually in a repository
+    write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent))
+
+
+def forget_sent_run(runs_dir: Path, name: str) -> None:
+    """Remove the record of a run or sweep that was removed there."""
+    if _NAME.fullmatch(name):
+        (runs_dir / FOLDER / f"{name}.json").unlink(missing_ok=True)
+
+
+def list_sent_runs(runs_dir: Path) -> list[SentRun]:
+    """List the records, oldest first, without those that cannot be read or that another user has written."""
+    found = []
+    for path in sorted((runs_dir / FOLDER).glob("*.json")):
+        with contextlib.suppress(ClusterddpError, OSError):
+            sent = read_record(SentRun, path)
+            if sent is not None and path.stat().st_uid == os.geteuid():
+                found.append(sent)
+    return sorted(found, key=lambda sent: sent.created_ns)
+
+
+def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
+    """Find a run that is on a cluster; None: it is here, or there is none.
+
+    Raises: UsageError: several runs begin with this name.
+    """
+    sent_runs = list_sent_runs(runs_dir)
+    if not sent_runs or os.sep in name:
+        return None
+    if name == "@last":
+        here = list_runs(runs_dir)[-1:]
+        newest = max(map(created_ns, here), default=0)
+        return sent_runs[-1] if sent_runs[-1].created_ns > newest else None
+    exact = [sent for sent in sent_runs if name == sent.run or name.startswith(f"{sent.run}.")]
+    found = exact or [sent for sent in sent_runs if sent.run.startswith(name)]
+    here_names = [path.name for path in list_places(runs_dir) if path.name.startswith(name)]
+    if not found or (name in here_names and not exact):
+        return None
+    if len(found) > 1 or (here_names and not exact) or name in here_names:
+        where = [f"{sent.run} with profile {sent.profile}" for sent in found] + [f"{each} here" for each in here_names]
+        raise UsageError(f"{name}: {len(where)} runs begin with it: {', '.join(where)}")
+    return found[0]

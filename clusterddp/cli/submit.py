@@ -26,8 +26,14 @@ from clusterddp.cli.arguments import (
     plan_options,
     start_options,
 )
-from clusterddp.cli.login import node_of_all, profile_option, start_at_login, submit_again_at_login, works_at_login
-from clusterddp.cli.login_node.record import find_node
+from clusterddp.cli.login import (
+    find_node,
+    node_of_all,
+    profile_option,
+    start_at_login,
+    submit_again_at_login,
+    works_at_login,
+)
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
 from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, RunNotFoundError, UsageError

@@ -160,12 +160,11 @@ def _swept(runs_dir: Path) -> Iterator[Path]:
 
 
 def login_notes(root: Path) -> Target:
-    from clusterddp.cli.login_node.record import SentRun, find_sent_run, list_sent_runs, write_sent_run
+    from clusterddp.cli.login import SentRun, find_sent_run, list_sent_runs, write_sent_run
 
     runs_dir = root / "work" / "sent"
     make_run(runs_dir, "here")
-    login = {"host": "login", "host_key": None, "runs_dir": "~/runs"}
-    write_sent_run(runs_dir, SentRun(run="brisk-otter-3", profile="hpc", login=login, secrets=("A",), created_ns=1))
+    write_sent_run(runs_dir, SentRun(run="brisk-otter-3", profile="hpc", secrets=("A",), created_ns=1))
     path = runs_dir / ".login" / "brisk-otter-3.json"
     example = Example(value=read_json(path))
 

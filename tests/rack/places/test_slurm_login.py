@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import tomllib
 
-from clusterddp.cli.login_node.commands import NEEDS
+from clusterddp.cli.login_command import NEEDS
 from tests.support.paths import ROOT
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_person import Sshd, own_ssh_dir

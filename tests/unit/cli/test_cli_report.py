@@ -13,7 +13,7 @@ from pathlib import Path
 import click
 import pytest
 
-from clusterddp.cli.login_node.record import SentRun, write_sent_run
+from clusterddp.cli.login import SentRun, write_sent_run
 from clusterddp.cli.main import main
 from clusterddp.cli.page.drawing import Html, el, timeline_strip
 from clusterddp.cli.page.pages import MAX_BYTES
@@ -227,9 +227,13 @@ def test_compare_prints_json_with_its_version(runs_dir: Path, capfd: pytest.Capt
     assert [run["results"]["accuracy"] for run in found["runs"]] == [0.6, 0.6]
 
 
-def test_runs_of_several_places_are_not_mixed(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_runs_of_several_places_are_not_mixed(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trained(runs_dir, "brisk-otter-3")
-    there = SentRun(run="calm-heron-4", profile="hpc", login={"host": "hpc"}, secrets=(), created_ns=1)
+    (runs_dir.parent / "config.yaml").write_text("profiles:\n  hpc: {launcher: slurm, login: hpc}\n")
+    monkeypatch.setenv("CLUSTERDDP_CONFIG", str(runs_dir.parent / "config.yaml"))
+    there = SentRun(run="calm-heron-4", profile="hpc", secrets=(), created_ns=1)
     write_sent_run(runs_dir, there)
     for name in ("report", "compare"):
         code, _, err = command(capfd, name, "brisk-otter-3", "calm-heron-4")

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.login_node.commands import plan_command
-from clusterddp.cli.login_node.record import SentRun, choose_variables, find_sent_run, node_of_run, write_sent_run
+from clusterddp.cli.login import SentRun, find_sent_run, write_sent_run
+from clusterddp.cli.login_command import plan_command
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
 from clusterddp.spec.layers import read_profile, read_profile_login
 from clusterddp.spec.load import load_spec
@@ -67,7 +67,7 @@ def test_a_wrong_login_node_is_reported_at_its_line(environ: dict[str, str], log
 
 
 def note(runs_dir: Path, run: str, created_ns: int = 1) -> None:
-    write_sent_run(runs_dir, SentRun(run=run, profile="hpc", login={"host": "hpc"}, secrets=(), created_ns=created_ns))
+    write_sent_run(runs_dir, SentRun(run=run, profile="hpc", secrets=(), created_ns=created_ns))
 
 
 def make_run(runs_dir: Path, run: str, created_ns: int) -> None:
@@ -75,11 +75,16 @@ def make_run(runs_dir: Path, run: str, created_ns: int) -> None:
     write_json(runs_dir / run / "run.json", {"created_ns": created_ns})
 
 
-def test_a_record_of_an_earlier_version_is_read(environ: dict[str, str]) -> None:
+def test_a_record_of_an_earlier_version_is_read(tmp_path: Path, environ: dict[str, str]) -> None:
     configure(environ, "hpc-login")
     login = {"host": "hpc-login", "host_key": f"SHA256:{'A' * 43}", "runs_dir": "/scratch/ana"}
-    node = node_of_run(SentRun(run="a-1", profile="hpc", login=login, secrets=("KEY",), created_ns=1), environ)
-    assert (node.login.host, node.login.runs_dir, node.secrets) == ("hpc-login", "/scratch/ana", ("KEY",))
+    record = {"run": "a-1", "profile": "hpc", "login": login, "secrets": ["KEY"], "created_ns": 1, "seal": "ab"}
+    (tmp_path / ".login").mkdir()
+    write_json(tmp_path / ".login" / "a-1.json", record)
+    found = find_sent_run(tmp_path, "a-1")
+    assert found is not None
+    node = found.node(environ)
+    assert (node.profile, node.login.host, node.secrets) == ("hpc", "hpc-login", ("KEY",))
 
 
 @pytest.mark.parametrize(
@@ -108,7 +113,9 @@ def test_the_newest_run_is_here_or_elsewhere(tmp_path: Path, here_ns: int, elsew
 def test_a_beginning_that_may_mean_a_run_here_or_elsewhere_is_refused(tmp_path: Path) -> None:
     note(tmp_path, "brisk-otter-3")
     make_run(tmp_path, "brisk-fox-1", 1)
-    with pytest.raises(UsageError, match="brisk: 2 runs begin with it: brisk-otter-3 on hpc, brisk-fox-1 here"):
+    with pytest.raises(
+        UsageError, match="brisk: 2 runs begin with it: brisk-otter-3 with profile hpc, brisk-fox-1 here"
+    ):
         find_sent_run(tmp_path, "brisk")
 
 
@@ -145,4 +152,3 @@ def test_the_files_that_a_spec_is_laid_over_go_to_the_login_node_with_it(
     assert sent.files == files
     assert sent.variables["CLUSTERDDP_PROJECT"] == {"file": "project.yaml"}
     assert sent.variables["CLUSTERDDP_SITE"] == {"file": "site.yaml"}
-    assert choose_variables({}, [], debug=False, color=None)["CLUSTERDDP_PROJECT"] == ""

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 
-from clusterddp.cli.login_node.record import SentRun, list_sent_runs, write_sent_run
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.ssh.host_run import find_host_runs
 from clusterddp.places.staging import make_run
@@ -137,15 +136,6 @@ def test_a_note_in_a_runs_directory_that_travels_leads_nowhere(tmp_path: Path) -
     done, calls = clusterddp(tmp_path, "status", "@last")
     assert calls == ""
     assert "evil" not in done.stdout + done.stderr
-
-
-def test_a_note_of_ours_is_found_and_one_that_was_changed_is_not(tmp_path: Path) -> None:
-    sent = SentRun(run="demo", profile="hpc", login={"host": "hpc"}, secrets=("TOKEN",), created_ns=1)
-    write_sent_run(tmp_path, sent)
-    assert [each.run for each in list_sent_runs(tmp_path)] == ["demo"]
-    path = tmp_path / ".login" / "demo.json"
-    path.write_text(path.read_text().replace('"hpc"', '"evil"'))
-    assert list_sent_runs(tmp_path) == []
 
 
 def test_a_run_of_another_user_is_not_resumed(run: RunDir) -> None:

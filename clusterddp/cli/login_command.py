@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from clusterddp.cli.login_node.record import AT_LOGIN
+from clusterddp.cli.login import AT_LOGIN
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
 from clusterddp.places.ssh.session import NO_PACKAGE, package, ssh_argv
 from clusterddp.planning.program import absent_notes, plan_program
