@@ -9,11 +9,11 @@ import sys
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli import sweeps
 from clusterddp.cli.arguments import (
     PLANNED_NAME,
     KeyValue,
@@ -34,7 +34,10 @@ from clusterddp.cli.login import (
     submit_again_at_login,
     works_at_login,
 )
+from clusterddp.cli.sweeps import stay_with_sweep
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
+from clusterddp.cli.text import plan as plan_text
+from clusterddp.cli.text import run_list
 from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
 from clusterddp.run.directory import RunDir
@@ -45,7 +48,9 @@ from clusterddp.system.files import read_json
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.planning.program import Trial
+    from clusterddp.planning.slurm import SlurmPlan
     from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.spec.sweep import SweepSpec
 
 
 @command("submit")
@@ -104,7 +109,7 @@ def submit(
     if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal.environ)):
         return start_at_login(node, resolved, runs_dir=options.runs_dir, discard=options.dry_run)
     if read.keys:
-        return sweeps.submit(read, terminal, options)
+        return _submit_sweep(read, terminal, options)
     if smoke_test:
         return _try_out(resolved, terminal, dataclasses.replace(options, follow=True))
     with _starting():
@@ -169,7 +174,10 @@ def resume(
     if sweep and overrides:
         raise UsageError(f"{sweep.name}: a sweep is resumed as it is", hint="clusterddp resume RUN KEY=VALUE takes one")
     if sweep:
-        return sweeps.resume(sweep, terminal, options)
+        from clusterddp.submission.sweep_queue import resume_sweep
+
+        _refuse_for_sweep(options)
+        return stay_with_sweep(resume_sweep(sweep), terminal, options, verb="resumed")
     run = find_run(options.runs_dir, name)
     check = None if from_start or may_have_saved(run) else partial(_confirm_start_over, run)
     with _starting():
@@ -240,10 +248,32 @@ def _try_out(resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) 
     return _carry_out(plan, terminal, options)
 
 
+def _submit_sweep(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
+    """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
+    from clusterddp.submission.sweep_array import submit_sweep
+    from clusterddp.submission.sweep_plan import plan_sweep
+
+    _refuse_for_sweep(options)
+    name = PLANNED_NAME if options.dry_run else None
+    plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
+    if options.dry_run:
+        return _show(plan, plan.job, run_list, terminal, options)
+    for note in plan.notes:
+        say_note(note)
+    return stay_with_sweep(submit_sweep(plan), terminal, options, verb="submitted")
+
+
+def _refuse_for_sweep(options: StartOptions) -> None:
+    if options.attach:
+        raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
+    if options.follow:
+        raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
+
+
 def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, or submit it and stay with the run as long as the options say; return the exit code."""
     if options.dry_run:
-        return _show(plan, terminal, options)
+        return _show(plan, plan.slurm, plan_text, terminal, options)
     from clusterddp.submission.submit import submit as submit_plan
 
     for note in plan.notes:
@@ -253,19 +283,20 @@ def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     return stay_with(submitted, terminal, options, verb="submitted")
 
 
-def _show(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
-    """Show the plan, and for Slurm the scheduler's answer to it; return the exit code."""
-    from clusterddp.cli.text.plan import masked_plan, plan_lines, verdict_lines
+def _show(plan: Any, job: SlurmPlan | None, text: ModuleType, terminal: Terminal, options: StartOptions) -> int:
+    """Show the plan of a run or of a sweep, and the scheduler's answer to its job; return the exit code.
 
+    `text`: the module that writes such a plan.
+    """
     verdict = None
-    if plan.slurm:
+    if job:
         from clusterddp.places.slurm.ask import ask_scheduler
 
-        verdict = ask_scheduler(plan.slurm, terminal.environ)
+        verdict = ask_scheduler(job, terminal.environ)
     if options.output == "json":
-        put_json(masked_plan(plan, verdict))
+        put_json(text.masked_plan(plan, verdict))
     else:
         columns = columns_of(sys.stdout) or COLUMNS
-        lines = plan_lines(plan, verbose=options.verbose, columns=columns)
-        put("\n".join([*lines, *verdict_lines(verdict, verbose=options.verbose, columns=columns)]))
+        lines = text.plan_lines(plan, verbose=options.verbose, columns=columns)
+        put("\n".join([*lines, *plan_text.verdict_lines(verdict, verbose=options.verbose, columns=columns)]))
     return PreflightError.exit_code if verdict and verdict.accepted is False else 0

@@ -1,25 +1,22 @@
-"""Sweeps on the command line: show the plan, submit and resume, show all runs, wait for them."""
+"""Sweeps on the command line: show all runs, wait for them."""
 
 from __future__ import annotations
 
-import dataclasses
-import shlex
 import shutil
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import PLANNED_NAME
-from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, put, put_json, say, say_note
-from clusterddp.cli.text import plan as plan_text
+from clusterddp.cli.arguments import address
+from clusterddp.cli.terminal import Terminal, columns_of, duration, put, put_json, say, say_note
 from clusterddp.cli.text import run_list as text
 from clusterddp.cli.watch import show_states
-from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.sync import Synchroniser
+from clusterddp.run.directory import RunDir
 from clusterddp.run.state import RunView
 from clusterddp.run.sweep import SweepDir
 from clusterddp.submission.notices import PATIENCE_S, send_left_of_sweep
@@ -28,40 +25,13 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.cli.arguments import StartOptions
-    from clusterddp.spec.sweep import SweepSpec
-    from clusterddp.submission.sweep_plan import SweepPlan
-    from clusterddp.submission.sweep_queue import SubmittedSweep
+    from clusterddp.submission.submit import Submitted
     from clusterddp.view.sweep import SweepStatus
 
 _POLL_INTERVAL_S = 1.0
 _PAUSE_PER_POLL = 5.0
 """A poll of a thousand runs takes a while: the pause after it is at least five times as long."""
 _LINE_INTERVAL_S = 60.0
-
-
-def submit(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
-    """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.submission.sweep_array import submit_sweep
-    from clusterddp.submission.sweep_plan import plan_sweep
-
-    if options.attach:
-        raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
-    _refuse_follow(options)
-    name = PLANNED_NAME if options.dry_run else None
-    plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
-    if options.dry_run:
-        return _show_plan(plan, terminal, options)
-    for note in plan.notes:
-        say_note(note)
-    return _stay_with(submit_sweep(plan), terminal, options, verb="submitted")
-
-
-def resume(sweep: SweepDir, terminal: Terminal, options: StartOptions) -> int:
-    """Continue the unfinished runs of a sweep, and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.submission.sweep_queue import resume_sweep
-
-    _refuse_follow(options)
-    return _stay_with(resume_sweep(sweep), terminal, options, verb="resumed")
 
 
 def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool) -> None:
@@ -122,42 +92,18 @@ def _send_left(sweep: SweepDir, status: SweepStatus, terminal: Terminal, *, pati
     send_left_of_sweep(sweep, views, ended, terminal.environ, patience_s=patience_s)
 
 
-def _refuse_follow(options: StartOptions) -> None:
-    if options.follow:
-        raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
-
-
-def _show_plan(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> int:
-    """Show the plan of a sweep and the scheduler's answer to it; return the exit code."""
-    verdict = None
-    if plan.job:
-        from clusterddp.places.slurm.ask import ask_scheduler
-
-        verdict = ask_scheduler(plan.job, terminal.environ)
-    if options.output == "json":
-        put_json(text.masked_plan(plan) | ({"scheduler": dataclasses.asdict(verdict)} if verdict else {}))
-    else:
-        columns = columns_of(sys.stdout) or COLUMNS
-        lines = text.plan_lines(plan, verbose=options.verbose, columns=columns)
-        put("\n".join([*lines, *plan_text.verdict_lines(verdict, verbose=options.verbose, columns=columns)]))
-    return PreflightError.exit_code if verdict and verdict.accepted is False else 0
-
-
-def _stay_with(submitted: SubmittedSweep, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
+def stay_with_sweep(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
     """Print which sweep was started and what to type next, or wait for its runs; return the exit code."""
-    from clusterddp.spec.layers import default_runs_dir
-
-    carrier = text.carrier_text(submitted.launcher, submitted.job_id)
-    say(f"{verb} {click.style(submitted.sweep, bold=True)}: {format_count(len(submitted.runs), 'run')}  ({carrier})")
+    carrier = text.carrier_text(submitted.launcher, str(submitted.job_id))
+    say(f"{verb} {click.style(submitted.run, bold=True)}: {format_count(len(submitted.runs), 'run')}  ({carrier})")
     if options.output == "json":
-        facts = {"sweep": submitted.sweep, "launcher": submitted.launcher, "job_id": submitted.job_id}
+        facts = {"sweep": submitted.run, "launcher": submitted.launcher, "job_id": submitted.job_id}
         put_json(facts | {"runs": list(submitted.runs)}, indent=None)
     elif not sys.stdout.isatty():
-        put(submitted.sweep)
+        put(submitted.run)
     if options.wait:
-        return wait_for_all(SweepDir(submitted.path), terminal)
-    in_usual_place = submitted.path.parent.resolve() == default_runs_dir(terminal.environ).resolve()
-    where = submitted.sweep if in_usual_place else shlex.quote(str(submitted.path.resolve()))
+        return wait_for_all(SweepDir(submitted.run_dir), terminal)
+    where = address(RunDir(submitted.run_dir), terminal)
     say(f"  status  clusterddp status {where}")
     say(f"  wait    clusterddp wait {where}")
     say(f"  cancel  clusterddp cancel {where}")

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypedDict, TypeVar
 
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.job_tag import is_tag
 from clusterddp.system.files import append_jsonl, build_record, read_record, write_json
@@ -120,7 +120,8 @@ class JobAnswer:
     It is not in `run.json`: when the answer arrives, the job may have run and recorded its follow-up job there.
     """
 
-    job_id: str
+    job_id: str | None
+    """Of a sweep: that of the job array, in `sweep.json`; None: not submitted, or the answer was lost."""
     cluster: str | None = None
 
 
@@ -242,6 +243,10 @@ def read_run(directory: RunDir) -> RunRecord:
     if record.job_id is not None or record.job_tag is None or not is_tag(record.job_tag):
         return record
     answer = read_record(JobAnswer, directory.job_answer(record.job_tag))
+    if answer is None and record.array_index is not None:
+        of_array = read_record(JobAnswer, directory.path.parent / SWEEP_RECORD)
+        if of_array is not None and of_array.job_id is not None:
+            answer = dataclasses.replace(of_array, job_id=f"{of_array.job_id}_{record.array_index}")
     if answer is None:
         return record
     return dataclasses.replace(record, job_id=answer.job_id, cluster=answer.cluster)

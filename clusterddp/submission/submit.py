@@ -36,12 +36,15 @@ _RESUME_LOOK_S = 60.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Submitted:
-    """The result of a submit or a resume."""
+    """The result of a submit or a resume of a run, or of a sweep."""
 
     run: str
     launcher: str
     job_id: str | None
+    """Of a sweep: the id of the job array, or the pid of the queue."""
     run_dir: Path
+    runs: tuple[str, ...] = ()
+    """Of a sweep: the runs that will be started."""
     connections: Closeable | None = None
     """The open connections that an attached run depends on; it ends when they are closed."""
 

@@ -4,39 +4,32 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import json
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.find_job import cancel_job, wait_for_job
 from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variables_for
 from clusterddp.places.slurm.queue import Slurm
-from clusterddp.places.staging import refusal
 from clusterddp.places.state import announce, read_state
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import cancelled, refuse_to_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name
-from clusterddp.run.record import JobAnswer, RunRecord, log_event, read_run
+from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
 from clusterddp.submission.cancel import cancel
-from clusterddp.submission.submit import record_end
-from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep, replace_files, take_back
-from clusterddp.submission.sweep_queue import SubmittedSweep, cancel_queued, submit_to_queue
+from clusterddp.submission.submit import Submitted, record_end
+from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep
+from clusterddp.submission.sweep_queue import cancel_queued, submit_to_queue
+from clusterddp.system.directories import remove_directory
 from clusterddp.system.files import write_json
 from clusterddp.system.gpu_lease import user_name
-
-if TYPE_CHECKING:
-    from clusterddp.submission.sweep_plan import SweepPlan
-
 
 _ANSWER_S = 60.0
 """How long running tasks may take to end: Slurm's KillWait, 30 s by default, and 30 s more."""
@@ -46,26 +39,52 @@ _POLL_S = 0.5
 _Run = tuple[RunDir, RunRecord]
 
 
-def submit_array(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> str:
-    """Submit the job array of a sweep whose directory is ready; return its id.
+def submit_sweep(plan: SweepPlan) -> Submitted:
+    """Make the directory of the sweep, then submit its job array or start its queue.
 
     Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
     stays.
     """
+    environ = inherited_environment()
+    check_secrets(plan.base.secrets, environ)
+    check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
+    SlurmLauncher(environ).check(plan.base)
+    while True:
+        try:
+            make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})
+            break
+        except FileExistsError:
+            plan = rename_sweep(plan)
+    sweep = SweepDir(plan.path)
+    if plan.job is None:
+        return submit_to_queue(sweep, environ)
     job_id, cluster = _submit(sweep, plan, environ)
     try:
-        _record_job(sweep, job_id, cluster)
-    except (ClusterddpError, OSError) as error:  # the disk is full: no process could find the job
+        write_sweep(sweep, dataclasses.replace(read_sweep(sweep), job_id=job_id, cluster=cluster))
+    except ClusterddpError:  # the disk is full: no process could find the job
         _withdraw(sweep, environ)
-        raise refusal(sweep.path.parent, error) if isinstance(error, OSError) else error from error
-    return job_id
+        raise
+    names = tuple(run.run for run in plan.runs)
+    return Submitted(run=plan.sweep, launcher=plan.base.launcher, job_id=job_id, run_dir=plan.path, runs=names)
 
 
-def cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str], *, save: bool) -> str:
-    """End every run of a sweep on Slurm; with `save`, after a checkpoint. Return a sentence with their states.
+def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
+    """End every run of a sweep; with `save`, after a checkpoint. Return a sentence with their states.
 
-    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked.
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: the sweep belongs to
+    another user.
     """
+    sweep = SweepDir(sweep.path.absolute())
+    refuse_to_end(sweep.path)
+    record = read_sweep(sweep)
+    environ = inherited_environment()
+    if record.launcher == "slurm":
+        return _cancel_array(sweep, record, environ, save=save)
+    return cancel_queued(sweep, environ, save=save)
+
+
+def _cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, str], *, save: bool) -> str:
+    """See `cancel_sweep`."""
     slurm = Slurm(environ, max_age_s=_POLL_S)
     runs = [(run, read_run(run)) for run in sweep.runs()]
     views = _read_states(runs, slurm)
@@ -104,7 +123,7 @@ def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tup
         raise
     except SlurmError as error:
         if not error.transient:
-            take_back(sweep)
+            remove_directory(sweep.path)
         raise
     number, _, cluster = answer.partition(";")
     return number.partition("_")[0], cluster or None
@@ -119,24 +138,7 @@ def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
         if job is not None:
             whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
             cancel_job(record.name, record, whole, environ)
-    take_back(sweep)
-
-
-def _record_job(sweep: SweepDir, job_id: str, cluster: str | None) -> None:
-    """Write the id of the job into the record of the sweep, and its tasks' ids beside the records of the runs.
-
-    It is optional: jobs are also found by their tag.
-    """
-    record = read_sweep(sweep)
-    write_sweep(sweep, dataclasses.replace(record, job_id=job_id, cluster=cluster))
-    texts: dict[Path, str] = {}
-    assert record.job_tag is not None
-    for index, name in enumerate(sweep.run_names()):
-        run = RunDir(sweep.path / name)
-        if run.record.is_file():
-            answer = JobAnswer(job_id=f"{job_id}_{index}", cluster=cluster)
-            texts[run.job_answer(record.job_tag)] = json.dumps(dataclasses.asdict(answer)) + "\n"
-    replace_files(texts)
+    remove_directory(sweep.path)
 
 
 def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
@@ -178,42 +180,3 @@ def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: floa
 def _read_states(runs: list[_Run], slurm: Slurm) -> dict[RunDir, RunView]:
     announce(runs, slurm)
     return {run: read_state(run, slurm) for run, _ in runs}
-
-
-def submit_sweep(plan: SweepPlan) -> SubmittedSweep:
-    """Make the directory of the sweep, then submit its job array or start its queue.
-
-    Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
-    stays.
-    """
-    environ = inherited_environment()
-    check_secrets(plan.base.secrets, environ)
-    check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
-    SlurmLauncher(environ).check(plan.base)
-    while True:
-        try:
-            make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})
-            break
-        except FileExistsError:
-            plan = rename_sweep(plan)
-    sweep = SweepDir(plan.path)
-    if plan.job is None:
-        return submit_to_queue(sweep, environ)
-    job_id = submit_array(sweep, plan, environ)
-    names = tuple(run.run for run in plan.runs)
-    return SubmittedSweep(sweep=plan.sweep, launcher=plan.base.launcher, job_id=job_id, path=plan.path, runs=names)
-
-
-def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
-    """End every run of a sweep; with `save`, after a checkpoint. Return a sentence with their states.
-
-    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: the sweep belongs to
-    another user.
-    """
-    sweep = SweepDir(sweep.path.absolute())
-    refuse_to_end(sweep.path)
-    record = read_sweep(sweep)
-    environ = inherited_environment()
-    if record.launcher == "slurm":
-        return cancel_array(sweep, record, environ, save=save)
-    return cancel_queued(sweep, environ, save=save)

@@ -20,7 +20,7 @@ from clusterddp.errors import UsageError
 from clusterddp.places.slurm.cluster import check_array_size
 from clusterddp.places.staging import put_in_place, staged
 from clusterddp.planning.placement import Request
-from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_run
+from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
 from clusterddp.planning.processes import queue_command
 from clusterddp.planning.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
 from clusterddp.planning.slurm import SCRIPT, SlurmPlan, sbatch_argv
@@ -30,11 +30,9 @@ from clusterddp.run.job_tag import job_name, job_tag
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
-from clusterddp.system.directories import remove_directory
-from clusterddp.system.files import write_json
+from clusterddp.system.files import write_bytes, write_json, write_text
 
 if TYPE_CHECKING:
-    from clusterddp.planning.plan import Plan
     from clusterddp.run.code import SnapshotPlan
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
@@ -247,27 +245,6 @@ def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[s
         raise FileExistsError(plan.path)
 
 
-def take_back(sweep: SweepDir) -> None:
-    """Remove a sweep that was not submitted.
-
-    Raises: OSError: the file system refuses.
-    """
-    remove_directory(sweep.path)
-
-
-def replace_files(texts: Mapping[Path, str]) -> None:
-    """Replace files, each atomically; after a power loss a file may have its old content."""
-    for path, text in texts.items():
-        temporary = path.with_name(f".{path.name}.new")
-        _write(temporary, text)
-        os.replace(temporary, path)
-
-
-def record_text(record: RunRecord) -> str:
-    """Return a run's record as `write_run` writes it, but on one line, which Python writes faster."""
-    return json.dumps(dataclasses.asdict(record), ensure_ascii=False) + "\n"
-
-
 def sync_file_system(path: Path) -> None:
     """Make everything that was written to the file system of `path` survive a power loss, in one call.
 
@@ -302,7 +279,7 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
         hidden = {name: environ[name] for name in plan.base.secrets}
     for index, run in enumerate(plan.runs):
         _fill_run(sweep, run, _run_record(plan, record, index), hidden, copy)
-    _write(sweep.tasks, "".join(f"{run.run}\n" for run in plan.runs))
+    write_text(sweep.tasks, "".join(f"{run.run}\n" for run in plan.runs))
 
 
 def _plan_copies(sweep: SweepDir, plan: SweepPlan, snapshot: SnapshotPlan) -> CodeCopy | None:
@@ -317,19 +294,17 @@ def _plan_copies(sweep: SweepDir, plan: SweepPlan, snapshot: SnapshotPlan) -> Co
 
 def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str], copy: CodeCopy | None) -> None:
     """Write one run as `submission.staging.make_run` does, without syncs, and with links to the shared files."""
-    from clusterddp.planning.plan import plan_json
-
     run = RunDir(sweep.path / plan.run)
     attempt = run.attempt(0)
     for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir, attempt.path.parent, attempt.path):
         directory.mkdir(mode=0o700)
     for directory in (attempt.ranks, attempt.logs):
         directory.mkdir(mode=0o700)
-    _write(run.record, record_text(record))
-    _write(run.plan, json.dumps(plan_json(plan), ensure_ascii=False) + "\n")
-    _write(run.spec, plan.spec_text)
-    if hidden:
-        _write(run.job_secrets, json.dumps(hidden))
+    # On one line, which Python writes faster.
+    texts = {run.record: json.dumps(dataclasses.asdict(record)), run.plan: json.dumps(plan_json(plan))}
+    texts |= {run.spec: plan.spec_text} | ({run.job_secrets: json.dumps(hidden)} if hidden else {})
+    for path, text in texts.items():
+        write_bytes(path, text.encode(), durable=False)
     run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
     if plan.slurm:
         run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
@@ -376,9 +351,3 @@ def _run_record(plan: SweepPlan, sweep: SweepRecord, index: int) -> RunRecord:
         variant=plan.labels[index],
         queued=plan.job is None,
     )
-
-
-def _write(path: Path, text: str) -> None:
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-    with open(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)

@@ -19,7 +19,6 @@ import traceback
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
@@ -40,6 +39,7 @@ from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, 
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,
+    Submitted,
     clear_away,
     give_up_start,
     open_attempt,
@@ -47,7 +47,8 @@ from clusterddp.submission.submit import (
     record_end,
     start_attempt,
 )
-from clusterddp.submission.sweep_plan import queue_width, take_back
+from clusterddp.submission.sweep_plan import queue_width
+from clusterddp.system.directories import remove_directory
 from clusterddp.system.files import is_file, read_tail, write_json
 from clusterddp.system.processes import read_process
 from clusterddp.system.storage import retry_outage
@@ -121,20 +122,7 @@ _CANCELS_AT_ONCE = 8
 _POLL_S = 0.05
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SubmittedSweep:
-    """The result of the submit or resume of a sweep."""
-
-    sweep: str
-    launcher: str
-    job_id: str
-    """The id of the job array, or the pid of the queue."""
-    path: Path
-    runs: tuple[str, ...]
-    """The runs that will be started."""
-
-
-def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSweep:
+def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> Submitted:
     """Start the queue of a sweep whose directory is ready.
 
     Raises: ClusterddpError: nothing is left of the sweep.
@@ -144,11 +132,11 @@ def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> SubmittedSwe
     except BaseException:  # an interrupted submit leaves no runs
         with contextlib.suppress(ClusterddpError):
             cancel_queued(sweep, environ)
-        take_back(sweep)
+        remove_directory(sweep.path)
         raise
 
 
-def resume_sweep(sweep: SweepDir) -> SubmittedSweep:
+def resume_sweep(sweep: SweepDir) -> Submitted:
     """Start a queue for the runs of a sweep that were not started, were lost or were cancelled.
 
     Raises: UsageError: there are none, or its queue still runs. ClusterddpError: a run cannot be queued again.
@@ -200,12 +188,12 @@ def cancel_queued(sweep: SweepDir, environ: Mapping[str, str], *, save: bool = F
     return f"ended: {states}" if going or waited else f"has already ended: {states}"
 
 
-def _started(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) -> SubmittedSweep:
+def _started(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) -> Submitted:
     record = read_sweep(sweep)
     pid = _start_queue(sweep, environ)
     write_sweep(sweep, dataclasses.replace(record, job_id=str(pid)))
     names = tuple(run.name for run in runs)
-    return SubmittedSweep(sweep=sweep.name, launcher=record.launcher, job_id=str(pid), path=sweep.path, runs=names)
+    return Submitted(run=sweep.name, launcher=record.launcher, job_id=str(pid), run_dir=sweep.path, runs=names)
 
 
 def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:

@@ -22,6 +22,7 @@ from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
+    from clusterddp.places.slurm.ask import Verdict
     from clusterddp.submission.sweep_plan import SweepPlan
     from clusterddp.view.status import RunSummary
     from clusterddp.view.sweep import SweepStatus
@@ -79,7 +80,7 @@ def _when(created: float, now: float) -> str:
     return time.strftime("%Y-%m-%d %H:%M", time.localtime(created))
 
 
-def masked_plan(plan: SweepPlan) -> dict[str, Any]:
+def masked_plan(plan: SweepPlan, verdict: Verdict | None = None) -> dict[str, Any]:
     """Return the plan as JSON data, without secret tokens; `plan` is that of the first run."""
     return {
         "sweep": plan.sweep,
@@ -93,7 +94,7 @@ def masked_plan(plan: SweepPlan) -> dict[str, Any]:
             for run, label, values in zip(plan.runs, plan.labels, plan.values, strict=True)
         ],
         "plan": plan_text.masked_plan(plan.base),
-    }
+    } | ({"scheduler": dataclasses.asdict(verdict)} if verdict else {})
 
 
 def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[str]:

@@ -18,7 +18,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.explain import explain_end, explain_waiting
 from clusterddp.places.slurm.queue import Job, Phase, Slurm, Wanted
 from clusterddp.run.attempts import read_end
-from clusterddp.run.directory import RunDir, is_of_another_user
+from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_of_another_user
 from clusterddp.run.record import RunRecord
 from clusterddp.run.state import START_GRACE_S, Answer, Records, RunState
 from clusterddp.system.files import read_tail
@@ -47,7 +47,7 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
         array_index=record.array_index,
         job_id=record.job_id,
         since=record.created_ns / 1e9,
-        noted=max(_times([run.record, run.job_answer(record.job_tag)])),
+        noted=max(_times([run.record, run.job_answer(record.job_tag), run.path.parent / SWEEP_RECORD])),
         cluster=record.cluster,
         owners=_owners(run),
     )

@@ -124,7 +124,7 @@ def test_the_next_commands_find_a_run_without_the_profile(laptop: Laptop) -> Non
 
 def test_a_list_says_where_the_other_runs_are(laptop: Laptop) -> None:
     run = laptop.submit("slurm.hold=true")
-    assert "1 run is on node1: clusterddp list --profile hpc" in laptop.clusterddp("list").stderr
+    assert "1 run is on the cluster of profile hpc: clusterddp list --profile hpc" in laptop.clusterddp("list").stderr
     assert run in laptop.ok("list", "--profile", "hpc")
 
 

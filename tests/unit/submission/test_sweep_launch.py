@@ -26,7 +26,7 @@ from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.spec.load import load_spec
-from clusterddp.submission.sweep_plan import make_sweep, take_back
+from clusterddp.submission.sweep_plan import make_sweep
 from tests.support.handmade_runs import complete, make_run, start_attempt
 from tests.support.launch_runs import git
 from tests.support.paths import ROOT
@@ -213,12 +213,6 @@ def test_a_file_system_that_refuses_leaves_nothing_behind(tmp_path: Path) -> Non
     (tmp_path / "runs").write_text("a file in the way")
     with pytest.raises(ClusterddpError, match="nothing was submitted: Not a directory"):
         make_sweep(plan, fake_scontrol(tmp_path), {})
-
-
-def test_a_sweep_that_is_taken_back_leaves_nothing(tmp_path: Path) -> None:
-    sweep = make(tmp_path)
-    take_back(sweep)
-    assert sorted(os.listdir(tmp_path / "runs")) == [".code", ".gitignore"]
 
 
 def test_runs_of_a_sweep_are_listed_in_the_order_of_their_tasks(tmp_path: Path) -> None:
