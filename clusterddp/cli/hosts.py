@@ -17,6 +17,7 @@ from clusterddp.view.printable import printable
 if TYPE_CHECKING:
     from clusterddp.places.ssh.config import Destination
     from clusterddp.places.ssh.connections import Connector
+    from clusterddp.places.ssh.keys import HostKey
 
 _FINGERPRINT = re.compile(r"SHA256:[A-Za-z0-9+/]{43}")
 
@@ -59,7 +60,7 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     clusterddp hosts trust --yes node1=SHA256:...    when the fingerprint is known from elsewhere
     """
     from clusterddp.places.ssh.connections import Connector, call_each
-    from clusterddp.places.ssh.keys import add_known_hosts, check_expected
+    from clusterddp.places.ssh.keys import INTERCEPTED, add_known_hosts
 
     names, expected = _parse_expected(hosts)
     if yes and (missing := [name for name in names if name not in expected]):
@@ -75,7 +76,9 @@ def trust(terminal: Terminal, *, hosts: tuple[str, ...], yes: bool) -> int:
     for error in failed:
         say_error(error.message, hint=error.hint)
     if shown:
-        check_expected(shown, expected)
+        for each, key in shown.items():
+            hint = f"nothing was written; {INTERCEPTED}"
+            _check_expected(each.host, f"the host shows {key.type}", [key], expected, hint)
         rows = [["HOST", "KNOWN AS", "KEY", "FINGERPRINT"]]
         rows += [[each.host, each.known_as, key.type, key.fingerprint] for each, key in shown.items()]
         put("\n".join(table(rows)))
@@ -142,7 +145,7 @@ def _unknown(
 ) -> tuple[list[Destination], list[SshError]]:
     """Return the hosts that known_hosts does not list, and the errors of the others."""
     from clusterddp.places.ssh.config import resolve
-    from clusterddp.places.ssh.keys import check_known, read_known_keys
+    from clusterddp.places.ssh.keys import read_known_keys
 
     unknown: list[Destination] = []
     failed: list[SshError] = []
@@ -150,7 +153,8 @@ def _unknown(
         try:
             destination = resolve(name, terminal.environ)
             known = [key for key in read_known_keys(destination) if key.marker != "revoked"]
-            check_known(destination, known, expected)
+            keys = [key for key in known if key.marker == "key"]
+            _check_expected(name, "known_hosts has", keys, expected, f"clusterddp hosts check {name}")
         except SshError as error:
             failed.append(error)
             continue
@@ -159,6 +163,16 @@ def _unknown(
         else:
             unknown.append(destination)
     return unknown, failed
+
+
+def _check_expected(host: str, who: str, keys: Sequence[HostKey], expected: Mapping[str, str], hint: str) -> None:
+    """Compare keys of a host with its expected fingerprint.
+
+    Raises: SshError: none is the expected one.
+    """
+    prints, wanted = [key.fingerprint for key in keys], expected.get(host)
+    if wanted is not None and prints and wanted not in prints:
+        raise SshError(host, "host key", f"{who} {', '.join(prints)}, expected is {wanted}", hint=hint)
 
 
 def _measure(connector: Connector, host: str) -> dict[str, Any]:

@@ -181,13 +181,13 @@ def _fill_hosts(text: str, answers: Answers) -> tuple[str, list[str]]:
 
 def _offered_hosts() -> str | None:
     """Return the hosts of ./hostfile, or those that ~/.ssh/config names, as --hosts takes them."""
-    from clusterddp.places.ssh.config import home, machine_names
+    from clusterddp.places.ssh.config import config_names, home
     from clusterddp.spec.hosts import read_hostfile
     from clusterddp.spec.tree import ListNode, Mapping, Scalar
 
     hostfile = Path("hostfile")
     if not hostfile.is_file():
-        return ",".join(machine_names(home() / ".ssh" / "config")) or None
+        return ",".join(config_names(home() / ".ssh" / "config", machines_only=True)) or None
     node, names = read_hostfile(hostfile).node, list[str]()
     for host in node.items if isinstance(node, ListNode) else ():
         values = host.entries.values() if isinstance(host, Mapping) else [host]

@@ -79,14 +79,11 @@ def resolve(host: str, environ: Mapping[str, str]) -> Destination:
     return _resolve(host, [], environ, depth=0)
 
 
-def config_names(config: Path) -> list[str]:
-    """List the hosts that an ssh_config and the files it includes name without a wildcard, for completion."""
-    hosts = (words for keyword, words in _config_lines(config) if keyword == "host")
-    return list(dict.fromkeys(word for words in hosts for word in words if not set(word) & set('*?!"')))
+def config_names(config: Path, *, machines_only: bool = False) -> list[str]:
+    """List the hosts that an ssh_config and the files it includes name without a wildcard.
 
-
-def machine_names(config: Path) -> list[str]:
-    """List the hosts that an ssh_config names for more than a hop or git: no ProxyJump of others, no `User git`."""
+    `machines_only`: those that are more than a hop or git: no ProxyJump of others, no `User git`.
+    """
     names, left_out, block = list[str](), set[str](), list[str]()
     for keyword, words in _config_lines(config):
         if keyword == "host":
@@ -97,7 +94,7 @@ def machine_names(config: Path) -> list[str]:
         elif keyword == "proxyjump":
             hops = [_JUMP.fullmatch(hop) for word in words for hop in word.split(",")]
             left_out.update(hop["bracketed"] or hop["plain"] for hop in hops if hop)
-    return [name for name in dict.fromkeys(names) if name not in left_out]
+    return [name for name in dict.fromkeys(names) if not (machines_only and name in left_out)]
 
 
 def home() -> Path:
@@ -107,11 +104,17 @@ def home() -> Path:
 
 def _config_lines(config: Path, depth: int = 0) -> Iterator[tuple[str, list[str]]]:
     """Yield the keyword and the words of each line of an ssh_config and of the files that it includes."""
-    for line in _read_lines(config) if depth < _MAX_INCLUDES else ():
+    try:
+        lines = config.read_text(errors="replace").splitlines() if depth < _MAX_INCLUDES else []
+    except OSError:
+        return
+    for line in lines:
         keyword, *words = re.split(r"[\s=]+", line.strip())
         if keyword.lower() == "include":
-            for path in (path for word in words for path in _matches(config.parent / _tilde(word))):
-                yield from _config_lines(path, depth + 1)
+            for word in words:
+                pattern = config.parent / _tilde(word)
+                for path in sorted(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor)))):
+                    yield from _config_lines(path, depth + 1)
         else:
             yield keyword.lower(), words
 
@@ -120,19 +123,34 @@ def _resolve(host: str, options: list[str], environ: Mapping[str, str], *, depth
     if depth > _MAX_JUMPS:
         raise SshError(host, "resolve", "its ProxyJump leads in a circle", hint=f"ssh -G {host} | grep proxyjump")
     found = _ask(host, options, environ)
-    value = {key: values[0] for key, values in found.items()}
-    destination = _destination(host, value, environ)
-    tokens = _tokens(destination)
-    identities = tuple(_expand_path(text, tokens, environ) for text in found.get("identityfile", ()))
-    template = _unless_none(value.get("proxycommand"))
-    destination = replace(
-        destination,
-        identity_files=tuple(path for path in identities if str(path) != "none"),
-        proxy_template=template,
+    value = {key: values[0] for key, values in found.items() if values[0] != "none"}
+    tokens = _tokens(host, value)
+    identities = (_expand_path(text, tokens, environ) for text in found.get("identityfile", ()))
+    user_files = _paths(value.get("userknownhostsfile"))
+    template, jump = value.get("proxycommand"), value.get("proxyjump")
+    timeout, alive = value.get("connecttimeout", ""), value.get("serveraliveinterval", "0")
+    return Destination(
+        host=host,
+        hostname=value["hostname"],
+        port=int(value["port"]),
+        user=value["user"],
+        jumps=_resolve_jumps(host, jump, environ, depth=depth) if jump else (),
         proxy_command=_expand(template, tokens) if template else None,
+        proxy_template=template,
+        identity_files=tuple(path for path in identities if str(path) != "none"),
+        identities_only=value.get("identitiesonly") == "yes",
+        agent=_agent(found.get("identityagent", ["SSH_AUTH_SOCK"])[0], environ),
+        known_hosts=(*user_files, *_paths(value.get("globalknownhostsfile"))),
+        user_known_hosts=user_files[0] if user_files else None,
+        hash_known_hosts=value.get("hashknownhosts") == "yes",
+        host_key_alias=value.get("hostkeyalias") or None,
+        host_key_algorithms=tuple(value.get("hostkeyalgorithms", "").split(",")),
+        ca_algorithms=tuple(value.get("casignaturealgorithms", "").split(",")),
+        revoked_keys=next(iter(_paths(value.get("revokedhostkeys"))), None),
+        connect_timeout_s=float(timeout) if timeout.isdigit() else None,
+        keepalive_s=int(alive) if alive.isdigit() and alive != "0" else None,
+        ip_version=_FAMILIES.get(value.get("addressfamily", "any")),
     )
-    jump = _unless_none(value.get("proxyjump"))
-    return replace(destination, jumps=_resolve_jumps(host, jump, environ, depth=depth)) if jump else destination
 
 
 def _resolve_jumps(host: str, jump: str, environ: Mapping[str, str], *, depth: int) -> tuple[Destination, ...]:
@@ -179,30 +197,6 @@ def _ask(host: str, options: list[str], environ: Mapping[str, str]) -> dict[str,
     return found
 
 
-def _destination(host: str, value: Mapping[str, str], environ: Mapping[str, str]) -> Destination:
-    user_files = _paths(value.get("userknownhostsfile"))
-    timeout = value.get("connecttimeout", "none")
-    alive = value.get("serveraliveinterval", "0")
-    return Destination(
-        host=host,
-        hostname=value["hostname"],
-        port=int(value["port"]),
-        user=value["user"],
-        identities_only=value.get("identitiesonly") == "yes",
-        agent=_agent(value.get("identityagent", "SSH_AUTH_SOCK"), environ),
-        known_hosts=(*user_files, *_paths(value.get("globalknownhostsfile"))),
-        user_known_hosts=user_files[0] if user_files else None,
-        hash_known_hosts=value.get("hashknownhosts") == "yes",
-        host_key_alias=_unless_none(value.get("hostkeyalias")),
-        host_key_algorithms=tuple(value.get("hostkeyalgorithms", "").split(",")),
-        ca_algorithms=tuple(value.get("casignaturealgorithms", "").split(",")),
-        revoked_keys=next(iter(_paths(value.get("revokedhostkeys"))), None),
-        connect_timeout_s=float(timeout) if timeout.isdigit() else None,
-        keepalive_s=int(alive) if alive.isdigit() and alive != "0" else None,
-        ip_version=_FAMILIES.get(value.get("addressfamily", "any")),
-    )
-
-
 def _agent(text: str, environ: Mapping[str, str]) -> str | None:
     if text == "none":
         return None
@@ -213,20 +207,20 @@ def _agent(text: str, environ: Mapping[str, str]) -> str | None:
     return _tilde(text)
 
 
-def _tokens(destination: Destination) -> dict[str, str]:
+def _tokens(host: str, value: Mapping[str, str]) -> dict[str, str]:
     machine = os.uname().nodename
     account = pwd.getpwuid(os.getuid())
     return {
         "%": "%",
         "d": account.pw_dir,
-        "h": destination.hostname,
+        "h": value["hostname"],
         "i": str(account.pw_uid),
-        "k": destination.host_key_alias or destination.host,
+        "k": value.get("hostkeyalias") or host,
         "L": machine.partition(".")[0],
         "l": machine,
-        "n": destination.host,
-        "p": str(destination.port),
-        "r": destination.user,
+        "n": host,
+        "p": value["port"],
+        "r": value["user"],
         "u": account.pw_name,
     }
 
@@ -247,18 +241,3 @@ def _tilde(text: str) -> str:
 
 def _paths(text: str | None) -> tuple[Path, ...]:
     return tuple(Path(_tilde(word)) for word in (text or "").split() if word not in {"none", "/dev/null"})
-
-
-def _unless_none(text: str | None) -> str | None:
-    return None if text in {None, "", "none"} else text
-
-
-def _matches(pattern: Path) -> list[Path]:
-    return sorted(Path(pattern.anchor).glob(str(pattern.relative_to(pattern.anchor))))
-
-
-def _read_lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError:
-        return []

@@ -11,7 +11,7 @@ import contextlib
 import copy
 import logging
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 
 import paramiko
@@ -134,7 +134,7 @@ def authenticate(transport: paramiko.Transport, destination: Destination) -> Non
     refused: list[str] = []
     accepted: list[str] = []
     notes: list[str] = []
-    with _offers(destination, notes) as keys:
+    with contextlib.closing(_offers(destination, notes)) as keys:
         for label, key in keys:
             try:
                 more = transport.auth_publickey(destination.user, key)
@@ -207,25 +207,18 @@ def _denied(destination: Destination, refused: list[str], accepted: list[str], n
     return SshError(destination.host, "authentication", f"{login}: {tried}{ways}{also}", hint=hint)
 
 
-@contextlib.contextmanager
-def _offers(destination: Destination, notes: list[str]) -> Iterator[Iterator[tuple[str, paramiko.PKey]]]:
+def _offers(destination: Destination, notes: list[str]) -> Generator[tuple[str, paramiko.PKey]]:
     """Yield the keys to offer, each with the user's name for it; `notes` gets why a key is left out.
 
     Keys of the agent that an IdentityFile names come first, then the agent's others unless IdentitiesOnly, then files.
     """
-    with _agent_keys(destination.agent, notes) as in_agent:
-        yield _in_order(destination, in_agent, notes)
-
-
-def _in_order(
-    destination: Destination, in_agent: list[paramiko.PKey], notes: list[str]
-) -> Iterator[tuple[str, paramiko.PKey]]:
     named = {blob: path for path in destination.identity_files for blob in [_public_half(path)] if blob is not None}
-    chosen = [key for key in in_agent if key.asbytes() in named]
-    others = [] if destination.identities_only else [key for key in in_agent if key.asbytes() not in named]
-    for key in chosen + others:
-        comment = getattr(key, "comment", "") or key.get_name()
-        yield f"{named.get(key.asbytes(), comment)} (agent)", key
+    with _agent_keys(destination.agent, notes) as in_agent:
+        chosen = [key for key in in_agent if key.asbytes() in named]
+        others = [] if destination.identities_only else [key for key in in_agent if key.asbytes() not in named]
+        for key in chosen + others:
+            comment = getattr(key, "comment", "") or key.get_name()
+            yield f"{named.get(key.asbytes(), comment)} (agent)", key
     from_agent = {key.asbytes() for key in chosen}
     for path in destination.identity_files:
         if _public_half(path) not in from_agent:

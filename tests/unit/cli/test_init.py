@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.cli.main import main
-from clusterddp.places.ssh.config import machine_names
+from clusterddp.places.ssh.config import config_names
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import JobSpec
 from tests.support.paths import ROOT
@@ -226,4 +226,4 @@ def test_hops_and_hosts_of_git_are_not_offered(tmp_path: Path) -> None:
         "Host github.com\n  User git\nInclude more\n"
     )
     (tmp_path / "more").write_text("Host gpu03\n")
-    assert machine_names(config) == ["gpu01", "gpu02", "gpu03"]
+    assert config_names(config, machines_only=True) == ["gpu01", "gpu02", "gpu03"]
