@@ -28,6 +28,7 @@ from clusterddp.places.ssh.session import Reply, Session
 from clusterddp.places.ssh.sessions import HostSessions, ask_all, errors_of, try_host_sessions
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
+from clusterddp.run.gang import Node
 from clusterddp.run.leftovers import RunHere
 from clusterddp.system.units import format_bytes
 
@@ -92,7 +93,7 @@ def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> 
         Check(name="cores", results={host: judge_machine_size(machine) for host, machine in machines.items()}),
         Check(name="locked memory", results={host: judge_locked(host) for host in machines}),
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
-        *_judge_network(plan, network),
+        *_judge_network(network),
     ]
 
 
@@ -185,9 +186,9 @@ def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
     return note(f"orphaned processes of {names}: pid {shown}{more}{beside}", f"clusterddp gc --hosts {host}")
 
 
-def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:
+def _judge_network(network: GangNetwork) -> list[Check]:
     """Report the network between hosts: the addresses of each host's own name, and the interface for each host."""
-    findings, chosen = network.findings, network.chosen
+    findings = network.findings
     checks = []
     if findings is not None:
         names = {host.host: judge_own_name(host.own_addresses) for host in findings.hosts}
@@ -196,23 +197,20 @@ def _judge_network(plan: Plan, network: GangNetwork) -> list[Check]:
         fix = network.error.hint or "clusterddp submit -n shows the plan"
         hosts = [each.host for each in findings.hosts] if findings else ["here"]
         return [*checks, Check(name="network", results=dict.fromkeys(hosts, red(network.error.message, fix)))]
-    if findings is None or chosen is None:
+    if findings is None or network.gang is None:
         return checks
-    used = {
-        node.host: _describe(findings, node.host, *chosen.nodes[node.node_rank])
-        for node in plan.gang.nodes
-        if node.node_rank in chosen.nodes
-    }
+    used = {node.host: _describe(findings, node) for node in network.gang.nodes}
     checks.append(Check(name="network", results=used))
     first = findings.hosts[0].host
-    remarks = [*chosen.notes, *warn_of_shared_addresses(findings)]
+    remarks = [*network.notes, *warn_of_shared_addresses(findings)]
     return checks + [Check(name="network", results={first: note(remark)}) for remark in remarks]
 
 
-def _describe(findings: Findings, host: str, interface: str, address: str, why: str) -> Result:
-    link = next(each for each in findings.hosts if each.host == host).link(interface)
+def _describe(findings: Findings, node: Node) -> Result:
+    interface = node.interface or ""
+    link = next(each for each in findings.hosts if each.host == node.host).link(interface)
     facts = f", {speed_text(link)}, MTU {link.mtu}" if link and not link.loopback else ""
-    return ok(f"{interface} {address}{facts}: {why.partition(';')[0]}")
+    return ok(f"{interface} {node.address}{facts}: {node.why.partition(';')[0]}")
 
 
 def _merge(checks: Iterable[Check]) -> list[Check]:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
-from clusterddp.facts.checks import Needs, Result, reds_of
+from clusterddp.facts.checks import Needs, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.places.base import Report, Started, no_report
@@ -42,8 +42,6 @@ from clusterddp.system.gpu_lease import spell_busy
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
-    from clusterddp.places.ssh.sessions import HostSessions
-    from clusterddp.planning.plan import Plan
     from clusterddp.run.directory import AttemptDir
     from clusterddp.run.state import Answer, Records
 
@@ -91,16 +89,20 @@ class SshLauncher:
         """
         plan = read_plan(run)
         sessions = open_host_sessions(plan, self._environ)
+        name = directory_name(plan.run, plan.token)
         try:
             with Heartbeats(sessions):
                 job_id = _start(run, attempt, sessions, self._environ, report)
             if plan.ssh is not None and plan.ssh.attached:
                 return Started(job_id, connections=Heartbeats(sessions))
-            name = directory_name(plan.run, plan.token)
             sessions.ask_all("run.ask", {"name": name, "what": "release", "reason": ""})
         except BaseException as error:
+            interrupted = isinstance(error, KeyboardInterrupt)
             with contextlib.suppress(ClusterddpError):
-                _undo_start(sessions, interrupted=isinstance(error, KeyboardInterrupt))
+                if interrupted:  # the hosts record that the user pressed Ctrl-C
+                    sessions.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
+                patience_s = _END_PATIENCE_S if interrupted else 0.0
+                sessions.ask_willing("run.end", {"tokens": [plan.token], "patience_s": patience_s})
             sessions.close()
             raise
         sessions.close()
@@ -126,14 +128,14 @@ class SshLauncher:
 
         Raises: SshError: no host can be reached.
         """
-        return _ask(run, "cancel", self._environ, sync)
+        return self._ask(run, "cancel", "clusterddp cancel", sync)
 
     def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Ask the run, on all hosts that answer, to checkpoint and end.
 
         Raises: SshError: no host can be reached.
         """
-        _ask(run, "stop", self._environ, sync)
+        self._ask(run, "stop", "clusterddp cancel --save", sync)
 
     def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Ask the head by the agent of its host.
@@ -141,7 +143,7 @@ class SshLauncher:
         Raises: SshError: no host can be reached.
         """
         wanted = new_report_id()
-        _ask(run, "stacks", self._environ, sync, reason=wanted)
+        self._ask(run, "stacks", wanted, sync)
         return wanted
 
     def exec_argv(
@@ -161,18 +163,40 @@ class SshLauncher:
 
         Raises: SshError: no host can be reached. ClusterddpError: a process cannot be killed.
         """
-        return _end(run, self._environ, patience_s=0.0, all_needed=False) > 0
+        return self._end(run, patience_s=0.0, all_needed=False) > 0
 
     def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Kill leftover processes of a run that has ended, on all hosts; return their number.
 
         Raises: SshError: a host cannot be reached. ClusterddpError: a process cannot be killed.
         """
-        return _end(run, self._environ, patience_s=_END_PATIENCE_S, all_needed=True)
+        return self._end(run, patience_s=_END_PATIENCE_S, all_needed=True)
 
     def probe(self, records: Records, slurm: Slurm) -> Answer:
         """Say what the hosts have last reported; a command that needs the current state synchronises first."""
         return ask_reports(records)
+
+    def _ask(self, run: RunDir, what: str, reason: str, sync: Synchroniser) -> bool:
+        """Ask the hosts that answer; return whether one of them has the run."""
+        plan = read_plan(run)
+        facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
+        replies = [reply for reply in sync.ask_hosts(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
+        if not replies:
+            with open_host_sessions(plan, self._environ, all_needed=False) as sessions:
+                replies = [reply.facts for reply in sessions.ask_willing("run.ask", facts).values()]
+        return any(reply["found"] for reply in replies)
+
+    def _end(self, run: RunDir, *, patience_s: float, all_needed: bool) -> int:
+        """End the run's processes on its hosts; return their number."""
+        plan = read_plan(run)
+        with open_host_sessions(plan, self._environ, all_needed=all_needed) as sessions:
+            facts = {"tokens": [plan.token], "patience_s": patience_s}
+            replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
+        ended = {host: ended for host, reply in replies.items() for ended in reply.facts["ended"]}
+        left = [f"{', '.join(each.left)} on {host}" for host, each in ended.items() if each.left]
+        if left:
+            raise ClusterddpError(f"{run.name}: processes that cannot be killed: {'; '.join(left)}")
+        return sum(each.ended for each in ended.values())
 
 
 class _UploadReport:
@@ -199,9 +223,10 @@ def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, ru
     Raises: GpusInUseError: GPUs are in use; the message names their users. SshError: a host has too few GPUs, or does
     not answer.
     """
-    by_host = {sessions[node].host: sessions[node] for node in sorted(sessions) if counts.get(node)}
-    nodes = {host: [node for node in sorted(sessions) if counts.get(node) and sessions[node].host == host]
-             for host in by_host}  # fmt: skip
+    nodes: dict[str, list[int]] = {}
+    for node in sorted(node for node in sessions if counts.get(node)):
+        nodes.setdefault(sessions[node].host, []).append(node)
+    by_host = {host: sessions[first] for host, (first, *_) in nodes.items()}
 
     def wanted(host: str) -> dict[str, Any]:
         return {"run": run, "counts": [counts[node] for node in nodes[host]]}
@@ -236,17 +261,13 @@ def preflight(plan: Plan, sessions: HostSessions) -> None:
             raise machine
         # The lease decides whether GPUs are free: it waits for a run that is ending.
         machines[host] = dataclasses.replace(machine, busy_gpus={})
-    raise_reds(plan.name, list(reds_of(judge_hosts(machines, needs_of(plan)))))
-
-
-def raise_reds(name: str, reds: list[tuple[str, str, Result]]) -> None:
-    """Raise one error for all red checks, if there are any."""
+    reds = list(reds_of(judge_hosts(machines, needs_of(plan))))
     if len(reds) == 1:
         host, check, result = reds[0]
         raise PreflightError(f"{host}: {check}: {result.found}", hint=result.fix)
     if reds:
         lines = [f"{host}: {check}: {result.found}\n    hint: {result.fix}" for host, check, result in reds]
-        raise PreflightError("\n  ".join([f"{name} cannot start:", *lines]))
+        raise PreflightError("\n  ".join([f"{plan.name} cannot start:", *lines]))
 
 
 def ask_hosts(plan: Plan, sessions: Mapping[str, Session], *, thorough: bool = False) -> dict[str, Machine | SshError]:
@@ -307,8 +328,11 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
         send=[(each.source, each.target) for each in sessions.plan.ssh.send],
         watch=_UploadReport(report),
     )
-    plan = _settle_nodes(sessions, grants)
-    for note in (*uploaded.notes, *plan.notes[len(sessions.plan.notes) :]):
+    gang, warnings = settle_network(sessions.plan.gang, sessions.by_host)
+    nodes = tuple(dataclasses.replace(node, gpus=grants[node.node_rank].gpus) for node in gang.nodes)
+    plan = dataclasses.replace(sessions.plan, gang=dataclasses.replace(gang, nodes=nodes))
+    plan = dataclasses.replace(plan, notes=(*plan.notes, *warnings))
+    for note in (*uploaded.notes, *warnings):
         report(f"note: {note}")
     write_json(run.plan, plan_json(plan))
     record = dataclasses.replace(read_run(run), job_id=None, keeper=None)
@@ -361,28 +385,6 @@ def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt
     return PreflightError(f"{head}: node 0 has ended the start: {listed['end'].get('reason')}\n  {error.message}")
 
 
-def _undo_start(sessions: HostSessions, *, interrupted: bool) -> None:
-    """End all that was started; `interrupted`: the hosts record that the user pressed Ctrl-C."""
-    plan = sessions.plan
-    if interrupted:
-        name = directory_name(plan.run, plan.token)
-        sessions.ask_willing("run.ask", {"name": name, "what": "cancel", "reason": "Ctrl-C"})
-    sessions.ask_willing("run.end", {"tokens": [plan.token], "patience_s": _END_PATIENCE_S if interrupted else 0.0})
-
-
-def _settle_nodes(sessions: HostSessions, grants: Mapping[int, Grant]) -> Plan:
-    """Choose interfaces and addresses on the hosts; return the plan with them, and with the leased GPUs."""
-    plan = sessions.plan
-    settled = settle_network(plan.gang, sessions.by_host)
-    nodes = []
-    for node in plan.gang.nodes:
-        interface, address, why = settled.nodes[node.node_rank]
-        gpus = grants[node.node_rank].gpus
-        nodes.append(dataclasses.replace(node, gpus=gpus, interface=interface, address=address, why=why))
-    gang = dataclasses.replace(plan.gang, nodes=tuple(nodes), master_addr=settled.master_addr)
-    return dataclasses.replace(plan, gang=gang, notes=(*plan.notes, *settled.notes))
-
-
 def _prepare(
     plan: Plan, sessions: HostSessions, grants: Mapping[int, Grant], of_run: Mapping[str, Any], submission: bytes
 ) -> list[SupervisorOrder]:
@@ -391,15 +393,14 @@ def _prepare(
     `of_run`: the attempt, the record and the digest of the code, the same for all hosts. `submission`: a function from
     Python, or nothing.
     """
-    there = {host: _at_host(plan, session.hello) for host, session in sessions.by_host.items()}
+    name = directory_name(plan.run, plan.token)
+    there = {
+        host: move_plan(plan, Path(session.hello["root"]) / "runs" / name, home=session.hello["home"])
+        for host, session in sessions.by_host.items()
+    }
 
     def facts(host: str) -> dict[str, Any]:
-        return {
-            **of_run,
-            "name": directory_name(plan.run, plan.token),
-            "plan": there[host].to_json(),
-            "spec": plan.spec_text,
-        }
+        return {**of_run, "name": name, "plan": there[host].to_json(), "spec": plan.spec_text}
 
     # The first host alone: those that share its storage then find the run's copy of the code.
     first = plan.gang.nodes[0].host
@@ -419,35 +420,6 @@ def _prepare(
         )
         for node in plan.gang.nodes
     ]
-
-
-def _at_host(plan: Plan, hello: Mapping[str, Any]) -> Plan:
-    """Return the plan with its paths on a host."""
-    return move_plan(plan, Path(hello["root"]) / "runs" / directory_name(plan.run, plan.token), home=hello["home"])
-
-
-def _ask(run: RunDir, what: str, environ: Mapping[str, str], sync: Synchroniser, *, reason: str = "") -> bool:
-    plan = read_plan(run)
-    reason = reason or f"clusterddp cancel{' --save' * (what == 'stop')}"
-    facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
-    replies = [reply for reply in sync.ask_hosts(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
-    if replies:
-        return any(reply["found"] for reply in replies)
-    with open_host_sessions(plan, environ, all_needed=False) as sessions:
-        return any(reply.facts["found"] for reply in sessions.ask_willing("run.ask", facts).values())
-
-
-def _end(run: RunDir, environ: Mapping[str, str], *, patience_s: float, all_needed: bool) -> int:
-    plan = read_plan(run)
-    with open_host_sessions(plan, environ, all_needed=all_needed) as sessions:
-        facts = {"tokens": [plan.token], "patience_s": patience_s}
-        replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
-    ended = {host: ended for host, reply in replies.items() for ended in reply.facts["ended"]}
-    left = [f"{', '.join(each.left)} on {host}" for host, each in ended.items() if each.left]
-    if left:
-        listing = "; ".join(left)
-        raise ClusterddpError(f"{run.name}: processes that cannot be killed: {listing}")
-    return sum(each.ended for each in ended.values())
 
 
 def _overlap(one: str, other: str) -> bool:

@@ -7,7 +7,6 @@ import dataclasses
 import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from clusterddp.errors import NetworkError, NonsenseError, PreflightError, SshError
 from clusterddp.network.choice import Findings, choose_network, plan_probes, usable_addresses
@@ -23,46 +22,31 @@ PROBE_AGAIN_S = 4.0
 """How long a second probe takes before the run is refused: hosts may be very busy."""
 
 
-class NodeNetwork(NamedTuple):
-    """The interface and the address of a node, and the reason for the choice."""
-
-    interface: str
-    address: str
-    why: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ChosenNetwork:
-    """The network that carries a gang."""
-
-    master_addr: str
-    nodes: dict[int, NodeNetwork]
-    """By node rank."""
-    notes: tuple[str, ...] = ()
-    """Warnings for the user."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GangNetwork:
-    """The findings of the network probes, and the chosen network or the error that prevents a choice."""
+    """What the hosts of a gang have found of the network between them, and what was chosen."""
 
     findings: Findings | None
     """None: a host does not answer, or the master port is in use."""
-    chosen: ChosenNetwork | None = None
+    gang: Gang | None = None
+    """With the interface and the address of each node; None: `error` prevents a choice."""
+    notes: tuple[str, ...] = ()
+    """Warnings for the user."""
     error: PreflightError | None = None
 
 
-def settle_network(gang: Gang, sessions: Mapping[str, Session]) -> ChosenNetwork:
-    """Find the network by which all nodes reach each other; `sessions` by host.
+def settle_network(gang: Gang, sessions: Mapping[str, Session]) -> tuple[Gang, tuple[str, ...]]:
+    """Find the network by which all nodes reach each other; return the gang with it, and warnings for the user.
 
+    `sessions`: by host.
     Raises: NetworkError: no network, or not the user's interface or port, connects all nodes; with the probes and a
     remedy. SshError, PreflightError: a host does not answer, or the master port is in use there.
     """
     network = examine_network(gang, sessions)
-    if network.chosen is None:
+    if network.gang is None:
         assert network.error is not None
         raise network.error
-    return network.chosen
+    return network.gang, network.notes
 
 
 def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
@@ -71,7 +55,8 @@ def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
     for within_s in (PROBE_S, PROBE_AGAIN_S):
         try:
             findings = probe_network(gang, sessions, within_s=within_s)
-            return GangNetwork(findings=findings, chosen=choose(gang, findings))
+            settled, notes = choose(gang, findings)
+            return GangNetwork(findings=findings, gang=settled, notes=notes)
         except NetworkError as error:
             network = GangNetwork(findings=findings, error=error)
         except PreflightError as error:
@@ -79,29 +64,31 @@ def examine_network(gang: Gang, sessions: Mapping[str, Session]) -> GangNetwork:
     return network
 
 
-def choose(gang: Gang, findings: Findings) -> ChosenNetwork:
-    """Choose the network for a gang from the findings.
+def choose(gang: Gang, findings: Findings) -> tuple[Gang, tuple[str, ...]]:
+    """Choose the network for a gang from the findings; return the gang with it, and warnings for the user.
 
     Raises: NetworkError.
     """
-    places = {host.host: place for place, host in enumerate(findings.hosts)}
     if findings.on_one_machine:
         here = loopback()
-        alone = NodeNetwork(here.name or "lo", here.address, here.why)
-        return ChosenNetwork(master_addr=here.address, nodes={node.node_rank: alone for node in gang.nodes})
+        nodes = tuple(
+            dataclasses.replace(node, interface=here.name or "lo", address=here.address, why=here.why)
+            for node in gang.nodes
+        )
+        return dataclasses.replace(gang, nodes=nodes, master_addr=here.address), ()
     choice = choose_network(findings, gang.interface)
     if choice.taken is None:
         raise diagnose(findings, choice, gang.master_port)
+    places = {host.host: place for place, host in enumerate(findings.hosts)}
     why = explain_choice(findings, choice)
-    nodes = {}
+    chosen = []
     for node in gang.nodes:
-        endpoint = choice.taken.endpoints[places[node.host]]
-        nodes[node.node_rank] = NodeNetwork(endpoint.link.name, endpoint.address.address, why[places[node.host]])
-    return ChosenNetwork(
-        master_addr=choice.taken.master.address.address,
-        nodes=nodes,
-        notes=(*warn_of_choice(findings, choice), *warn_of_missing_interfaces(findings, gang.env)),
-    )
+        place = places[node.host]
+        link, address = choice.taken.endpoints[place].link, choice.taken.endpoints[place].address
+        chosen.append(dataclasses.replace(node, interface=link.name, address=address.address, why=why[place]))
+    notes = (*warn_of_choice(findings, choice), *warn_of_missing_interfaces(findings, gang.env))
+    master_addr = choice.taken.master.address.address
+    return dataclasses.replace(gang, nodes=tuple(chosen), master_addr=master_addr), notes
 
 
 def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: float = PROBE_S) -> Findings:

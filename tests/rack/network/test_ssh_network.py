@@ -45,12 +45,12 @@ for line in sys.stdin:
     )
     try:
         if order["patient"]:
-            settled, rows = settle_network(gang, sessions), []
+            (settled, notes), rows = settle_network(gang, sessions), []
         else:
             findings = probe_network(gang, sessions)
-            settled, rows = choose(gang, findings), findings.rows()
-        found = {"master_addr": settled.master_addr, "nodes": [settled.nodes[node.node_rank] for node in nodes],
-            "notes": settled.notes, "rows": rows}
+            (settled, notes), rows = choose(gang, findings), findings.rows()
+        found = {"master_addr": settled.master_addr,
+            "nodes": [(node.interface, node.address, node.why) for node in settled.nodes], "notes": notes, "rows": rows}
     except ClusterddpError as error:
         found = {"error": error.message, "hint": error.hint}
     print(json.dumps(found), flush=True)
