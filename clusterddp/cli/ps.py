@@ -138,6 +138,7 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     else:
         put("\n".join(_process_lines(found, columns=columns_of(sys.stdout))))
         left_over = _left_over_of(found)
+        _say_unmarked(left_over)
         if left_over:
             words = [selection.name] if selection.name else []
             words += ["--hosts", ",".join(left_over)] if selection.hosts else []
@@ -325,10 +326,23 @@ def _question(cleanup: Cleanup) -> str:
 
 def _say_kept(cleanup: Cleanup) -> None:
     """Print what gc keeps though the user may expect its removal."""
+    _say_unmarked(cleanup.left_over)
     for host, storage in _answers(cleanup.storages).items():
         if storage.unfinished:
             kept, where = printable(", ".join(storage.unfinished)), printable(storage.root)
             say(f"{printable(host)}: no end is recorded of {kept}: kept; they are in {where}/runs")
+
+
+def _say_unmarked(left_over: Mapping[str, list[RunHere]]) -> None:
+    """Print which processes gc does not end, since no cookie shows that they belong to a run."""
+    for host, runs in left_over.items():
+        for run in runs:
+            if run.unmarked:
+                processes, pids = format_count(len(run.unmarked), "process"), " ".join(map(str, run.unmarked))
+                say(
+                    f"{printable(host)}: {processes} that {printable(run.label)} has started "
+                    f"carry no cookie, so gc does not end them: kill {pids}"
+                )
 
 
 def _say_done(cleanup: Cleanup, put: Callable[[str], object]) -> None:
@@ -381,6 +395,7 @@ def _run_json(run: RunHere) -> dict[str, Any]:
             {"pid": each.pid, "role": each.role, "started": round(now - each.age_s, 1), "command": each.command}
             for each in run.processes
         ],
+        "without_cookie": list(run.unmarked),
     }
 
 

@@ -23,8 +23,10 @@ from clusterddp.system.files import read_json
 from clusterddp.system.processes import (
     Process,
     find_carriers,
+    find_descendants,
     read_command,
     read_environment,
+    read_owner,
     read_process,
 )
 
@@ -54,6 +56,8 @@ class RunHere:
     """The GPUs in CUDA_VISIBLE_DEVICES of its ranks."""
     answered_by: str | None
     """The processes that will end these, for people; None: they are left over."""
+    unmarked: tuple[int, ...] = ()
+    """If they are left over: pids of their descendants without a cookie."""
 
     @property
     def label(self) -> str:
@@ -135,6 +139,7 @@ def _find_families(only: Collection[str] | None) -> dict[str, list[_Carrier]]:
 
 
 def _describe(token: str, family: list[_Carrier], ours: Collection[int]) -> RunHere:
+    answered_by = _answered_by(family, ours)
     now = time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
     processes = [
         RunProcess(
@@ -150,7 +155,8 @@ def _describe(token: str, family: list[_Carrier], ours: Collection[int]) -> RunH
         run=_name(token, family),
         processes=tuple(sorted(processes, key=lambda process: (-process.age_s, process.pid))),
         gpus=_gpus(family),
-        answered_by=_answered_by(family, ours),
+        answered_by=answered_by,
+        unmarked=() if answered_by else _unmarked(family),
     )
 
 
@@ -197,6 +203,19 @@ def _gpus(family: list[_Carrier]) -> tuple[str, ...]:
     lists = [each.environment.get("CUDA_VISIBLE_DEVICES", "") for each in family if each.role.startswith("n")]
     gpus = {gpu for text in lists for gpu in text.split(",") if gpu}
     return tuple(sorted(gpus, key=lambda gpu: (len(gpu), gpu)))
+
+
+def _unmarked(family: list[_Carrier]) -> tuple[int, ...]:
+    """Find the descendants of a run's processes that carry no cookie, neither this run's nor another's."""
+    known = {carrier.process.pid for carrier in family}
+    return tuple(sorted(pid for pid in find_descendants(known) if pid not in known and _is_ours_unmarked(pid)))
+
+
+def _is_ours_unmarked(pid: int) -> bool:
+    try:
+        return read_owner(pid) == os.getuid() and COOKIE not in read_environment(pid)
+    except (OSError, ValueError):
+        return False
 
 
 def _name(token: str, family: list[_Carrier]) -> str | None:

@@ -37,6 +37,10 @@ ctypes.memset(start, 0, end - start)
 print("up", flush=True)
 time.sleep(600)
 """
+STARTS_ONE_THAT_OVERWRITES_ITS_ENVIRONMENT = f"""
+import subprocess, sys
+subprocess.run([sys.executable, "-c", {OVERWRITES_ITS_ENVIRONMENT!r}])
+"""
 WHILE_GC_ASKS = TESTS / "support/gang/while_gc_asks.py"
 ALONE = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
 OTHER_UID = 65_534
@@ -228,6 +232,18 @@ def test_a_process_that_has_overwritten_its_environment_is_out_of_reach(run, sta
     wait_until(lambda: not find_processes(f"{token}."), what="it has overwritten its environment")
     gc(run)
     assert process.poll() is None
+
+
+def test_gc_names_what_a_run_has_started_that_carries_no_cookie(run, start, token):
+    parent = start("n0", [sys.executable, "-c", STARTS_ONE_THAT_OVERWRITES_ITS_ENVIRONMENT])
+    wait_until(lambda: look(token).unmarked, what="the child has overwritten its environment")
+    (child,) = look(token).unmarked
+    try:
+        done = gc(run)
+        assert f"carry no cookie, so gc does not end them: kill {child}" in done.stderr
+        assert parent.wait(10) == -signal.SIGKILL
+    finally:
+        os.kill(child, signal.SIGKILL)
 
 
 def test_gc_does_not_end_the_run_that_it_was_started_in(run, start):
