@@ -11,7 +11,6 @@ import itertools
 import operator
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from clusterddp.errors import Problem, SpecError
@@ -34,8 +33,7 @@ _ARGS = ("entry", "args")
 _NUMBER = re.compile(r"-\.?[0-9].*")
 _ASSIGNMENT = re.compile(r"[+~]*[A-Za-z_][A-Za-z0-9_.]*=.*", re.DOTALL)
 """An argument as Hydra's programs take it."""
-_SWITCH = {"true", "false"}
-_SWITCH_WORDS = _SWITCH | {"yes", "no", "on", "off", "0", "1"}
+_SWITCH_WORDS = {"true", "false", "yes", "no", "on", "off", "0", "1"}
 _END_OF_OPTIONS = "--"
 
 
@@ -116,97 +114,69 @@ def words_problem(words: Sequence[str]) -> Problem:
 def _changed(items: list[Node], override: Override, *, of_function: bool) -> list[Node]:
     """Return the items with one argument set or reset."""
     if (position := argument_position(override.path)) is not None:
-        return _at_position(items, position, override)
+        if position >= len(items):
+            message = f"entry.args has no position {position}: its length is {len(items)}"
+            _refuse(override, message, "entry.args.lr=0.1 sets --lr")
+        return [*items[:position], *([] if override.node is None else [override.node]), *items[position + 1 :]]
     name = ".".join(override.path[len(_ARGS) :])
     if of_function:
         bare = name.lstrip("-")
         _refuse(override, f"a function has no option --{bare}", f"entry.kwargs.{bare}=... sets its {bare}")
     words = [item.text if isinstance(item, Scalar) else "" for item in items]
     end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
-    at = _find(words[:end], name, override)
-    value = None if override.node is None else _read_value(override, name)
-    if at is None:
-        new = _new_option(name, words, value) if value else []
-        return [*items[:end], *new, *items[end:]]
-    option, joined, _ = words[at].partition("=")
-    following = list(itertools.takewhile(lambda word: not _is_option(word), words[at + 1 : end]))
-    before, after_option = items[:at], items[at + 1 :]
-    if joined:
-        return [*before, *(value.joined(option) if value else []), *after_option]
-    if value and value.switch is not None and not (following and following[0].lower() in _SWITCH_WORDS):
-        return items if value.switch else [*before, *after_option]
-    replaced = len(following) if value and value.is_list else len(following[:1])
-    return [*before, *(value.after(option) if value else []), *after_option[replaced:]]
-
-
-def _at_position(items: list[Node], position: int, override: Override) -> list[Node]:
-    if position >= len(items):
-        last = len(items) - 1
-        has = f"it has {len(items)} items, 0 to {last}" if last > 0 else "it has 1 item, 0" if items else "it is empty"
-        _refuse(override, f"entry.args has no position {position}: {has}", "entry.args.lr=0.1 sets --lr")
-    return [*items[:position], *([] if override.node is None else [override.node]), *items[position + 1 :]]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Value:
-    """The new value of an option."""
-
-    words: tuple[str, ...]
-    is_list: bool
-    switch: bool | None
-    """True and false without quotes, which may be about a flag."""
-    place: Place
-
-    def scalars(self, words: Sequence[str]) -> list[Node]:
-        return [Scalar(text=word, quoted=True, place=self.place) for word in words]
-
-    def after(self, option: str) -> list[Node]:
-        """Return the words of an option and this value: two words, or one if the value looks like an option."""
-        if not self.is_list and _is_option(self.words[0]):
-            return self.scalars([f"{option}={self.words[0]}"])
-        return self.scalars([option, *self.words])
-
-    def joined(self, option: str) -> list[Node]:
-        """Return the words of an option that is written with `=`."""
-        if self.is_list and option.startswith("-"):
-            return self.after(option)
-        return self.scalars([f"{option}=[{','.join(self.words)}]" if self.is_list else f"{option}={self.words[0]}"])
-
-
-def _find(words: Sequence[str], name: str, override: Override) -> int | None:
-    """Return the position of an option; refuse one that is there several times."""
-    named = [at for at, word in enumerate(words) if _is_named(word, name)]
+    named = [at for at, word in enumerate(words[:end]) if _is_named(word, name)]
     found = [at for at in named if _is_option(words[at])] or [at for at in named if _ASSIGNMENT.fullmatch(words[at])]
     if len(found) > 1:
         option = words[found[0]].partition("=")[0]
         _refuse(override, f"{option} is there {len(found)} times", "entry.args='[...]' sets the whole list")
-    return found[0] if found else None
+    values = _read_values(override, name)
+    is_list, switch = isinstance(override.node, ListNode), _switch(override.node)
+    at, replaced = found[0] if found else end, 0
+    if not found:
+        option = name if name.startswith("-") else f"-{name}" if len(name) == 1 else f"--{name}"
+        joined = bool(words) and all(_ASSIGNMENT.fullmatch(word) for word in words) and not name.startswith("-")
+        if joined:
+            option = name
+        is_flag = switch is False or (switch is True and not joined)
+    else:
+        option, equals, _ = words[at].partition("=")
+        following = list(itertools.takewhile(lambda word: not _is_option(word), words[at + 1 : end]))
+        joined = bool(equals)
+        is_flag = switch is not None and not joined and not (following and following[0].lower() in _SWITCH_WORDS)
+        replaced = 1 if joined or is_flag else 1 + len(following if is_list else following[:1])
+    new = ([option] if switch else []) if is_flag else _spelled(option, values, is_list=is_list, joined=joined)
+    scalars = [Scalar(text=word, quoted=True, place=override.place) for word in new]
+    return [*items[:at], *scalars, *items[at + replaced :]]
 
 
-def _new_option(name: str, words: Sequence[str], value: _Value) -> list[Node]:
-    """Return the words of an option that is not among `words`, in the form of the others."""
-    if value.switch is False:
+def _spelled(option: str, values: Sequence[str], *, is_list: bool, joined: bool) -> list[str]:
+    """Return the words of an option and its values, none for a reset; `joined`: the option is written with `=`."""
+    if not values:
         return []
-    if words and all(_ASSIGNMENT.fullmatch(word) for word in words) and not name.startswith("-"):
-        return value.joined(name)
-    option = name if name.startswith("-") else f"-{name}" if len(name) == 1 else f"--{name}"
-    return value.scalars([option]) if value.switch else value.after(option)
+    if joined and is_list and not option.startswith("-"):
+        return [f"{option}=[{','.join(values)}]"]
+    if not is_list and (joined or _is_option(values[0])):
+        return [f"{option}={values[0]}"]
+    return [option, *values]
 
 
-def _read_value(override: Override, name: str) -> _Value:
-    """Read the value of an override; refuse one that is empty, or is no word."""
+def _read_values(override: Override, name: str) -> list[str]:
+    """Return the words that an override sets; refuse a value that is empty, or is no word."""
     node = override.node
-    nodes = node.items if isinstance(node, ListNode) else (node,)
+    if isinstance(node, Scalar) and not node.quoted and not node.text:
+        _refuse(override, "the value is empty", f"~entry.args.{name} removes the option; {show('')!r} is an empty text")
     words = []
-    for each in nodes:
+    for each in () if node is None else node.items if isinstance(node, ListNode) else (node,):
         if not isinstance(each, Scalar):
             _refuse(override, f"found {describe(each)}, expected one value, or a list of words")
         words.append(each.text)
-    if isinstance(node, Scalar) and not node.quoted and not node.text:
-        _refuse(override, "the value is empty", f"~entry.args.{name} removes the option; {show('')!r} is an empty text")
-    unquoted = isinstance(node, Scalar) and not node.quoted and node.text.lower() in _SWITCH
-    switch = node.text.lower() == "true" if unquoted and isinstance(node, Scalar) else None
-    return _Value(words=tuple(words), is_list=isinstance(node, ListNode), switch=switch, place=override.place)
+    return words
+
+
+def _switch(node: Node | None) -> bool | None:
+    """Return true and false without quotes, which may be about a flag; None for other values."""
+    text = node.text.lower() if isinstance(node, Scalar) and not node.quoted else ""
+    return text == "true" if text in ("true", "false") else None
 
 
 def _is_option(word: str) -> bool:

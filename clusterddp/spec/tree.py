@@ -11,7 +11,6 @@ import os
 import re
 import stat
 import sys
-import unicodedata
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -248,18 +247,14 @@ def _format_problem(problem: Problem) -> list[str]:
 
 def _window(line: str, index: int) -> tuple[str, int]:
     """Cut `line` around `index` and return it escaped, with the width in cells of the part before the index."""
+    from rich.cells import cell_len  # where there is a problem to show
+
     start = max(0, index - LINE_WINDOW // 2) if len(line) > LINE_WINDOW else 0
     before, after = line[start:index], line[index : start + LINE_WINDOW]
     left = "..." if start else ""
     right = "..." if start + LINE_WINDOW < len(line) else ""
     shown_before = left + escape(before)
-    return f"{shown_before}{escape(after)}{right}", sum(map(_cells, shown_before))
-
-
-def _cells(char: str) -> int:
-    if unicodedata.combining(char):
-        return 0
-    return 2 if unicodedata.east_asian_width(char) in "WF" else 1
+    return f"{shown_before}{escape(after)}{right}", cell_len(shown_before)
 
 
 MAX_BYTES = 1_000_000

@@ -125,8 +125,8 @@ def test_a_position_of_a_function_takes_a_value_of_any_kind() -> None:
 @pytest.mark.parametrize(
     ("args", "override", "message", "hint"),
     [
-        ("[a, b]", "2=c", "entry.args has no position 2: it has 2 items, 0 to 1", "entry.args.lr=0.1 sets --lr"),
-        ("[]", "0=c", "entry.args has no position 0: it is empty", "entry.args.lr=0.1 sets --lr"),
+        ("[a, b]", "2=c", "entry.args has no position 2: its length is 2", "entry.args.lr=0.1 sets --lr"),
+        ("[]", "0=c", "entry.args has no position 0: its length is 0", "entry.args.lr=0.1 sets --lr"),
         ("[--lr, 1, --lr, 2]", "lr=3", "--lr is there 2 times", "entry.args='[...]' sets the whole list"),
         ("[--lr, 1]", "lr=", "the value is empty", "~entry.args.lr removes the option; '\"\"' is an empty text"),
         ("[--lr, 1]", "lr={a: 1}", "found a mapping, expected one value, or a list of words", None),
@@ -196,7 +196,7 @@ def test_an_argument_and_the_list_that_it_is_part_of_cannot_both_be_swept() -> N
 def test_a_sweep_reports_a_position_that_is_not_there_once() -> None:
     with pytest.raises(SpecError) as caught:
         load_sweep(spec_of("[a]"), ["entry.args.3=0.1,0.2"], sweep=True, environ={})
-    assert [problem.message for problem in caught.value.problems] == ["entry.args has no position 3: it has 1 item, 0"]
+    assert [problem.message for problem in caught.value.problems] == ["entry.args has no position 3: its length is 1"]
 
 
 @pytest.mark.parametrize(
