@@ -17,7 +17,7 @@ from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.spec.train import TrainSpec
 from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
 from clusterddp.train.data.dataset import Dataset
-from clusterddp.train.evaluate import build_ema
+from clusterddp.train.evaluate import Ema
 from clusterddp.train.exchange import build_exchange
 from clusterddp.train.forward import (
     choose_precision,
@@ -96,7 +96,7 @@ def begin(setting: Setting) -> TrainState:
         forward=forward,
         precision=precision,
         meter=Meter(model, group),
-        ema=build_ema(model, spec.ema),
+        ema=Ema(model, spec.ema) if spec.ema else None,
         resumed_from=file,
     )
     if saved is not None:

@@ -65,7 +65,10 @@ class Ema:
     def __init__(self, model: nn.Module, decay: float) -> None:
         self.decay = decay
         self.model = copy.deepcopy(model).requires_grad_(False)
-        self._averages, self._weights = _floats(self.model), _floats(model)
+        self._averages, self._weights = (
+            [each.detach() for each in chain(one.parameters(), one.buffers()) if each.is_floating_point()]
+            for one in (self.model, model)
+        )
 
     @torch.no_grad()
     def update(self, *, step: int) -> None:
@@ -76,11 +79,6 @@ class Ema:
         """
         decay = min(self.decay, (1 + step) / (10 + step))
         torch._foreach_lerp_(self._averages, self._weights, 1 - decay)
-
-
-def build_ema(model: nn.Module, decay: float) -> Ema | None:
-    """Begin an average at the model's weights; None without a decay."""
-    return Ema(model, decay) if decay else None
 
 
 def evaluate(
@@ -101,7 +99,7 @@ def evaluate(
     batch.
     """
     num_samples = len(dataset.test_labels)
-    counts = torch.zeros(3, dtype=torch.int64, device=group.device)
+    counts = torch.zeros(3, dtype=torch.int64, device=group.device)  # right answers, samples, right answers with TTA
     loss_sum = torch.zeros(1, dtype=torch.float64, device=group.device)
 
     def answer(images: Tensor) -> Tensor:
@@ -115,11 +113,30 @@ def evaluate(
             if stop():
                 model.train()
                 return None
-            if len(indices):
-                with slot():
-                    _count(answer, _images(dataset, indices), dataset.test_labels[indices], counts, loss_sum, tta=tta)
+            if not len(indices):
+                continue
+            with slot():
+                images, labels = dataset.test_images[indices], dataset.test_labels[indices]
+                images = normalize(
+                    images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size
+                )
+                logits = answer(images)
+                counts[0] += (logits.argmax(1) == labels).sum()
+                counts[1] += len(labels)
+                loss_sum += cross_entropy(logits, labels, reduction="sum")
+                if tta != "none":
+                    counts[2] += (mean_logits(answer, images, logits, tta=tta).argmax(1) == labels).sum()
     model.train()
-    return _sum_up(counts, loss_sum, group, step=step, num_samples=num_samples, tta=tta)
+    correct, total, correct_tta = sum_over_ranks(counts, group).tolist()
+    if total != num_samples:
+        raise ClusterddpError(f"evaluation counted {total:,} samples of {num_samples:,}: the ranks' shards do not fit")
+    return Evaluation(
+        step=step,
+        correct=correct,
+        samples=total,
+        loss=sum_over_ranks(loss_sum, group).item() / total,
+        correct_tta=None if tta == "none" else correct_tta,
+    )
 
 
 def mean_logits(answer: Callable[[Tensor], Tensor], images: Tensor, plain: Tensor, *, tta: str) -> Tensor:
@@ -149,38 +166,3 @@ def _own_batches(num_samples: int, image_size: int, group: Group) -> Iterator[Te
     shard = torch.arange(num_samples, device=group.device)[group.rank :: group.world_size]
     for start in range(0, math.ceil(num_samples / group.world_size), batch):
         yield shard[start : start + batch]
-
-
-def _count(
-    answer: Callable[[Tensor], Tensor], images: Tensor, labels: Tensor, counts: Tensor, loss_sum: Tensor, *, tta: str
-) -> None:
-    """Add a batch to `counts` (correct answers, samples, correct answers with TTA) and its loss to `loss_sum`."""
-    logits = answer(images)
-    counts[0] += (logits.argmax(1) == labels).sum()
-    counts[1] += len(labels)
-    loss_sum += cross_entropy(logits, labels, reduction="sum")
-    if tta != "none":
-        counts[2] += (mean_logits(answer, images, logits, tta=tta).argmax(1) == labels).sum()
-
-
-def _sum_up(counts: Tensor, loss_sum: Tensor, group: Group, *, step: int, num_samples: int, tta: str) -> Evaluation:
-    """Add up what all ranks have counted."""
-    correct, total, correct_tta = sum_over_ranks(counts, group).tolist()
-    if total != num_samples:
-        raise ClusterddpError(f"evaluation counted {total:,} samples of {num_samples:,}: the ranks' shards do not fit")
-    return Evaluation(
-        step=step,
-        correct=correct,
-        samples=total,
-        loss=sum_over_ranks(loss_sum, group).item() / total,
-        correct_tta=None if tta == "none" else correct_tta,
-    )
-
-
-def _images(dataset: Dataset, indices: Tensor) -> Tensor:
-    images = dataset.test_images[indices]
-    return normalize(images, mean=dataset.mean, std=dataset.std, channels_last=True, size=dataset.image_size)
-
-
-def _floats(model: nn.Module) -> list[Tensor]:
-    return [each.detach() for each in chain(model.parameters(), model.buffers()) if each.is_floating_point()]

@@ -23,7 +23,6 @@ from torch.nn.parallel import DistributedDataParallel
 from clusterddp.errors import ClusterddpError
 from clusterddp.train.group import (
     Group,
-    averaged_buffers,
     averaged_tensors,
     broadcast_model,
     mean_over_ranks,
@@ -104,7 +103,7 @@ class Exchange:
 
         `model` is the trained one, or one that is made of its weights, such as their running mean.
         """
-        return averaged_buffers(model, self._group)
+        return averaged_tensors(model.buffers(), self._group)
 
     def own_state(self) -> dict[str, Any]:
         """Return what a checkpoint must hold of this rank, besides weights and optimizer state; the caller copies it.
@@ -134,7 +133,18 @@ class DdpExchange(Exchange):
         Batch norm's running statistics stay each rank's own: no training step reads them, and `averaged` makes them
         equal for evaluation and checkpoints. That saves a broadcast in every step.
         """
-        super().__init__(_wrap(model, group, **options), group)
+        known = inspect.signature(DistributedDataParallel.__init__).parameters
+        # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers, which torch 2.11 does not have.
+        options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
+        if "batched_grad_copy" in known:
+            options["batched_grad_copy"] = True  # bucket views alone save no copy once gradients are set to None
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[group.device] if group.device.type == "cuda" else None,
+            gradient_as_bucket_view=True,
+            **options,
+        )
+        super().__init__(wrapped, group)
         self._num_values = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
 
     @property
@@ -182,21 +192,6 @@ def _mean_in_bf16(gradients: Tensor, group: Group) -> torch.futures.Future[Tenso
     assert summed is not None
     mean: torch.futures.Future[Tensor] = summed.get_future().then(lambda done: gradients.copy_(done.value()[0]))
     return mean
-
-
-def _wrap(model: nn.Module, group: Group, **options: Any) -> DistributedDataParallel:
-    """Wrap `model` so that its backward pass averages the gradients over the ranks."""
-    known = inspect.signature(DistributedDataParallel.__init__).parameters
-    # torch 2.13 deprecates broadcast_buffers for forward_sync_buffers, which torch 2.11 does not have.
-    options["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
-    if "batched_grad_copy" in known:
-        options["batched_grad_copy"] = True  # bucket views alone save no copy once gradients are set to None
-    return DistributedDataParallel(
-        model,
-        device_ids=[group.device] if group.device.type == "cuda" else None,
-        gradient_as_bucket_view=True,
-        **options,
-    )
 
 
 class SharedMemory(Exchange):
@@ -313,8 +308,8 @@ class LocalSteps(Exchange):
 
     @property
     def bytes_sent_per_step(self) -> float:
-        payload = 2 * self._mean.numel() * share_sent(map(Tensor.numel, self._weights), self._every)
-        return ring_bytes(payload, self._group)
+        smallest = self._smallest.stop
+        return ring_bytes(2 * (smallest + (self._mean.numel() - smallest) / self._every), self._group)
 
     def after_step(self, steps_done: int, *, epoch_ends: bool) -> None:
         self.diverged = not epoch_ends
@@ -329,7 +324,7 @@ class LocalSteps(Exchange):
     def averaged(self, model: nn.Module) -> AbstractContextManager[None]:
         """Average parameters too, while the ranks have diverged; those of a running mean always."""
         if model is self.module and not self.diverged:
-            return averaged_buffers(model, self._group)
+            return averaged_tensors(model.buffers(), self._group)
         return averaged_tensors(chain(model.parameters(), model.buffers()), self._group)
 
     def own_state(self) -> dict[str, Any]:
@@ -404,13 +399,6 @@ class LocalSteps(Exchange):
         for weight, end in zip(self._weights, self._ends, strict=True):
             weight.copy_(self._mean[end - weight.numel() : end])
         mean_over_ranks(optimizer_tensors(self._optimizer), self._group)
-
-
-def share_sent(sizes: Iterable[int], every: int) -> float:
-    """Return the share of all elements that is sent in a step, on average, for weights of `sizes` elements."""
-    sizes = list(sizes)
-    smallest = _count_smallest(sizes, every)
-    return (smallest + (sum(sizes) - smallest) / every) / sum(sizes)
 
 
 def _count_smallest(sizes: Iterable[int], every: int) -> int:

@@ -38,7 +38,13 @@ def place_model(spec: TrainSpec, dataset: Dataset, group: Group) -> nn.Module:
         )
     model = build_model(spec, dataset).to(group.device)
     if spec.sync_bn:
-        model = _with_sync_bn(model, spec, group)
+        if group.device.type != "cuda":
+            raise ClusterddpError(
+                f"train.sync_bn: torch's SyncBatchNorm works on GPUs only, and rank {group.rank} is on the CPU",
+                hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
+            )
+        assert spec.model != "fastnet", "SyncBatchNorm replaces its form of batch norm: spec/check.py refuses it"
+        model = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
     # Ranks must agree on strides (torch's stubs do not know this form of `to`).
     return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
 
@@ -49,7 +55,11 @@ def wrap_forward(module: nn.Module, model: nn.Module, spec: TrainSpec, group: Gr
     Evaluation goes by `model` itself, so that its last, short batch compiles nothing.
     """
     if spec.strategy == "dp":
-        return _data_parallel(model, group, precision)
+        if group.device.type != "cuda" or torch.cuda.device_count() == 1:
+            return model  # one device, so there is nothing to divide
+        own = group.device.index
+        others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != own]
+        return nn.DataParallel(_InPrecision(model, precision, group.device), device_ids=[own, *others])
     if not is_compiled(spec, group.device):
         return module
     return torch.compile(module, **compile_options(spec, group.device))  # type: ignore[return-value]
@@ -171,11 +181,15 @@ def choose_precision(
 
 
 def lack_of_bf16(group: Group) -> str | None:
-    """Describe what a device of the run lacks for bf16; None when all have it. Every rank must call this."""
-    if min_over_ranks(float(_has_bf16(group.device)), group):
+    """Describe what a device of the run lacks for bf16; None when all have it. Every rank must call this.
+
+    Without units for it torch emulates it, up to 25 times slower.
+    """
+    on_gpu = group.device.type == "cuda"
+    has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False) if on_gpu else any(cpu_bf16_units())
+    if min_over_ranks(float(has_bf16), group):
         return None
-    what = "GPU" if group.device.type == "cuda" else "CPU"
-    lacks = "no bf16 units" if what == "GPU" else "neither avx512_bf16 nor AMX"
+    what, lacks = ("GPU", "no bf16 units") if on_gpu else ("CPU", "neither avx512_bf16 nor AMX")
     return f"a {what} of the run has {lacks}" if group.world_size > 1 else f"the {what} has {lacks}"
 
 
@@ -193,30 +207,3 @@ class _InPrecision(nn.Module):
         with autocast(self.precision, self.device):
             logits: Tensor = self.model(images)
         return logits
-
-
-def _data_parallel(model: nn.Module, group: Group, precision: str) -> nn.Module:
-    """Divide each batch among all GPUs that this process sees; with one GPU, or on the CPU, return `model`."""
-    if group.device.type != "cuda" or torch.cuda.device_count() == 1:
-        return model
-    own = group.device.index
-    others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != own]
-    return nn.DataParallel(_InPrecision(model, precision, group.device), device_ids=[own, *others])
-
-
-def _with_sync_bn(model: nn.Module, spec: TrainSpec, group: Group) -> nn.Module:
-    if group.device.type != "cuda":
-        raise ClusterddpError(
-            f"train.sync_bn: torch's SyncBatchNorm works on GPUs only, and rank {group.rank} is on the CPU",
-            hint="leave it out: before each evaluation the ranks' batch norm statistics are averaged anyway",
-        )
-    assert spec.model != "fastnet", "SyncBatchNorm replaces its form of batch norm: spec/check.py refuses it"
-    converted: nn.Module = nn.SyncBatchNorm.convert_sync_batchnorm(model)  # type: ignore[no-untyped-call]
-    return converted
-
-
-def _has_bf16(device: torch.device) -> bool:
-    """Return whether the device has units for bf16; otherwise torch emulates it, up to 25 times slower."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return any(cpu_bf16_units())

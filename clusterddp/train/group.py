@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TypeVar
@@ -167,11 +166,6 @@ def averaged_tensors(tensors: Iterable[Tensor], group: Group) -> Iterator[None]:
     finally:
         for tensor, values in zip(floats, own, strict=True):
             tensor.copy_(values)
-
-
-def averaged_buffers(model: nn.Module, group: Group) -> AbstractContextManager[None]:
-    """Replace every rank's floating-point buffers by their mean over the ranks, inside the `with` only."""
-    return averaged_tensors(model.buffers(), group)
 
 
 def gather_on_first(value: _T, group: Group) -> list[_T] | None:

@@ -131,12 +131,12 @@ def restore_state(
         state.ema.model.load_state_dict(saved.get("ema") or saved["model"])
         state.ema.model.load_state_dict(own["ema"], strict=False)
     _restore_optimizer(state.optimizer, own["optimizer"] or saved["optimizer"])
-    if same_exchange:
-        state.exchange.load_state(own["exchange"], saved["exchange"])
-    else:
-        state.exchange.load_state({}, {})
+    state.exchange.load_state(*((own["exchange"], saved["exchange"]) if same_exchange else ({}, {})))
     if same_ranks:
-        _restore_random_state(own["rng"], group)
+        torch.set_rng_state(own["rng"]["torch"])
+        if own["rng"]["cuda"] is not None and group.device.type == "cuda":
+            torch.cuda.set_rng_state(own["rng"]["cuda"], group.device)
+        random.setstate(own["rng"]["python"])
     state.epoch = epoch
     state.step_in_epoch = step_in_epoch
     state.step = min(epoch * schedule.steps_per_epoch + step_in_epoch, schedule.total_steps)
@@ -179,7 +179,11 @@ def _own_state(state: TrainState, group: Group) -> dict[str, Any]:
         "ema": {} if ema is None else _tensors(ema, whole=state.exchange.drifts),
         "optimizer": state.optimizer.state_dict() if apart else None,
         "exchange": state.exchange.own_state(),
-        "rng": _random_state(group),
+        "rng": {
+            "torch": torch.get_rng_state(),
+            "cuda": torch.cuda.get_rng_state(group.device) if group.device.type == "cuda" else None,
+            "python": random.getstate(),
+        },
     }
 
 
@@ -241,15 +245,3 @@ def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) 
     optimizer.load_state_dict(saved)
     for group, now in zip(optimizer.param_groups, options, strict=True):
         group.update(now)
-
-
-def _random_state(group: Group) -> dict[str, Any]:
-    cuda = torch.cuda.get_rng_state(group.device) if group.device.type == "cuda" else None
-    return {"torch": torch.get_rng_state(), "cuda": cuda, "python": random.getstate()}
-
-
-def _restore_random_state(saved: dict[str, Any], group: Group) -> None:
-    torch.set_rng_state(saved["torch"])
-    if saved["cuda"] is not None and group.device.type == "cuda":
-        torch.cuda.set_rng_state(saved["cuda"], group.device)
-    random.setstate(saved["python"])

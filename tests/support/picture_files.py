@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 from PIL import Image
 
-from clusterddp.train.data.download import import_datasets
+from clusterddp.train.data.download import import_torchvision
 
 
 def noise(*shape: int, seed: int = 0) -> np.ndarray:
@@ -107,7 +107,7 @@ def write_image(path: Path, width: int, height: int, *, mode: str = "RGB") -> No
 
 def expect_these_files(reader: str, root: Path) -> None:
     """Have torchvision's own check of a set's md5 sums expect those of the small files in `root`."""
-    kind: Any = getattr(import_datasets(), reader)
+    kind: Any = getattr(import_torchvision().datasets, reader)
     if reader == "SVHN":
         kind.split_list = {half: [url, name, _md5_of(root / name)] for half, (url, name, _) in kind.split_list.items()}
         return
@@ -140,7 +140,7 @@ def serving(directory: Path, asked: list[str]) -> Iterator[str]:
 
 def forget_expectations() -> None:
     """Bring torchvision's own sums back."""
-    datasets = import_datasets()
+    datasets = import_torchvision().datasets
     for module in (datasets.cifar, datasets.flowers102, datasets.stl10, datasets.svhn, datasets):
         importlib.reload(module)
 

@@ -47,10 +47,27 @@ def download_once(
     """
     try:
         data_dir.mkdir(parents=True, exist_ok=True)
-        with locked(data_dir / f".{torchvision_name}.lock"):
-            return find(data_dir) or _download(
-                torchvision_name, title, data_dir, find=find, results=results, halves=halves
-            )
+        with (data_dir / f".{torchvision_name}.lock").open("ab") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # between the processes of this host; it ends with the one that holds it
+            if (folder := find(data_dir)) is not None:
+                return folder
+            read = getattr(import_torchvision().datasets, torchvision_name)
+            log.info("downloading %s to %s", title, data_dir)
+            staging = Path(tempfile.mkdtemp(prefix=f".{torchvision_name}-", dir=data_dir))
+            try:
+                with _socket_timeout(_SOCKET_TIMEOUT_S):
+                    for half in halves:
+                        read(str(staging), download=True, **half)
+                for result in results:
+                    (staging / result).rename(data_dir / result)
+            except OSError:
+                if find(data_dir) is None:  # else another host was faster, on a file system shared without locks
+                    raise
+            finally:
+                shutil.rmtree(staging, ignore_errors=True)
+            if (folder := find(data_dir)) is None:
+                raise RuntimeError(f"torchvision reported success, but {data_dir} lacks the files")
+            return folder
     except (OSError, URLError, RuntimeError, ValueError, ImportError) as error:
         cause = " ".join(str(error).split())  # torchvision's own texts have several lines
         raise ClusterddpError(
@@ -76,21 +93,15 @@ def missing_error(title: str, data_dir: Path, *, wanted: str) -> ClusterddpError
     )
 
 
-def import_datasets() -> ModuleType:
-    """Import torchvision.datasets, also beside a torch that torchvision was not built for."""
-    import_torchvision()
-    return importlib.import_module("torchvision.datasets")
-
-
 def import_torchvision() -> ModuleType:
-    """Import torchvision, also beside a torch that it was not built for.
+    """Import torchvision with its data sets, also beside a torch that it was not built for.
 
     A torchvision built for CUDA does not load its compiled operators beside a CPU build of torch, and then fails at
     import because two of them, nms and qnms, are unknown ("operator torchvision::nms does not exist"). Declaring their
     schemas is enough for everything that does not call them, and data sets do not.
     """
     try:
-        return importlib.import_module("torchvision")
+        importlib.import_module("torchvision.datasets")
     except RuntimeError as error:
         if "operator torchvision::" not in str(error):
             raise
@@ -106,45 +117,7 @@ def import_torchvision() -> ModuleType:
             torch.__version__,
             error,
         )
-        return importlib.import_module("torchvision")
-
-
-def _download(
-    torchvision_name: str,
-    title: str,
-    target: Path,
-    *,
-    find: Callable[[Path], Path | None],
-    results: Sequence[str],
-    halves: Sequence[Mapping[str, Any]],
-) -> Path:
-    datasets = import_datasets()
-    log.info("downloading %s to %s", title, target)
-    staging = Path(tempfile.mkdtemp(prefix=f".{torchvision_name}-", dir=target))
-    try:
-        with _socket_timeout(_SOCKET_TIMEOUT_S):
-            for half in halves:
-                getattr(datasets, torchvision_name)(str(staging), download=True, **half)
-        try:
-            for result in results:
-                (staging / result).rename(target / result)
-        except OSError:
-            if find(target) is None:  # else another host was faster, on a file system that both share without locks
-                raise
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    folder = find(target)
-    if folder is None:
-        raise RuntimeError(f"torchvision reported success, but {target} lacks the files")
-    return folder
-
-
-@contextlib.contextmanager
-def locked(path: Path) -> Iterator[None]:
-    """Hold a lock between the processes of this host; it ends with the process that holds it."""
-    with path.open("ab") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+    return importlib.import_module("torchvision")
 
 
 @contextlib.contextmanager

@@ -18,7 +18,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.facts.memory import free_bytes
 from clusterddp.spec.train import FOLDER, IMAGE_SETS, TrainSpec, is_there, kept_side
 from clusterddp.system.units import format_bytes
-from clusterddp.train.data.download import download_once, import_datasets, log, missing_error
+from clusterddp.train.data.download import download_once, import_torchvision, log, missing_error
 
 Split = tuple[Tensor, Tensor]
 
@@ -45,7 +45,7 @@ def read_images(spec: TrainSpec, data_dir: Path) -> tuple[Split, Split, str, int
         padding=known.padding if known else 0,
     )
     try:
-        kind = getattr(import_datasets(), reader)
+        kind = getattr(import_torchvision().datasets, reader)
         train, test = (kind(**{"root": str(data_dir)} | split, transform=transform) for split in splits)
     except ImportError as error:
         raise ClusterddpError(

@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from clusterddp.errors import ClusterddpError
+from clusterddp.spec.train import fits_fastnet
 from clusterddp.train.data.augment import normalize
-from clusterddp.train.models.fastnet import FastNet, check_side
+from clusterddp.train.models.fastnet import FastNet
 from clusterddp.train.models.resnet import has_large_stem, resnet18
 
 if TYPE_CHECKING:
@@ -30,10 +32,15 @@ def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
         if spec.model == "resnet18":
             large = has_large_stem(dataset.image_size)
             return resnet18(channels=channels, num_classes=dataset.num_classes, large_stem=large)
-        check_side(dataset.image_size)
+        side = dataset.image_size
+        if not fits_fastnet(side):
+            raise ClusterddpError(
+                f"fastnet is for images of 32x32 pixels (25 to 48 will do), and these have {side}x{side}",
+                hint="train.model=resnet18 takes any size, train.image_size=32 makes them fit",
+            )
         model = FastNet(channels=channels, num_classes=dataset.num_classes, width=spec.width)
     images = _some_images(dataset).cpu()
-    initialise(model, normalize(images, mean=dataset.mean, std=dataset.std, size=dataset.image_size))
+    model.whiten_patches(normalize(images, mean=dataset.mean, std=dataset.std, size=dataset.image_size))
     return model
 
 
@@ -43,12 +50,3 @@ def _some_images(dataset: Dataset) -> Tensor:
     if len(labels) <= _WHITENING_IMAGES or bool((labels[1:] < labels[:-1]).any()):
         return images[:_WHITENING_IMAGES]
     return images[torch.arange(_WHITENING_IMAGES, device=images.device) * len(images) // _WHITENING_IMAGES]
-
-
-def initialise(model: nn.Module, images: Tensor) -> None:
-    """Set what a model takes from the data: FastNet's patch whitening; nothing for other models.
-
-    images: float, normalised, [n, channel, height, width], on the model's device.
-    """
-    if isinstance(model, FastNet):
-        model.whiten_patches(images)

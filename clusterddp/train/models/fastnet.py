@@ -11,8 +11,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.spec.train import fits_fastnet
 from clusterddp.train.models.conv3x3 import Conv3x3
 
 _WHITEN_KERNEL = 2
@@ -21,15 +19,6 @@ _LOGIT_SCALE = 1 / 9  # Source: airbench94
 _BIAS_GAIN = 8.0  # batch norm's bias learns 8^2 = 64 times as fast as the weights. Source: airbench94
 _BATCH_NORM_MOMENTUM = 0.4  # few steps, moving fast: statistics of the last handful of batches. Source: airbench94
 _BATCH_NORM_EPS = 1e-5
-
-
-def check_side(side: int) -> None:
-    """Raise ClusterddpError unless images of `side` x `side` pixels fit the last pool."""
-    if not fits_fastnet(side):
-        raise ClusterddpError(
-            f"fastnet is for images of 32x32 pixels (25 to 48 will do), and these have {side}x{side}",
-            hint="train.model=resnet18 takes any size, train.image_size=32 makes them fit",
-        )
 
 
 class FastNet(nn.Module):

@@ -302,18 +302,16 @@ def read_memory_peak_mb(device: torch.device) -> float:
 
 def _check_finite(losses: list[float], norm: float, *, last_step: int) -> None:
     """Raise ClusterddpError unless the loss of each step up to `last_step`, and its gradients' norm, are finite."""
-    for step, loss in enumerate(losses, start=last_step - len(losses) + 1):
-        if not math.isfinite(loss):
-            raise _diverged(f"the loss of step {step} is {loss}")
-    if not math.isfinite(norm):
-        raise _diverged(f"the gradients of step {last_step} have the norm {norm}")
-
-
-def _diverged(what: str) -> ClusterddpError:
-    return ClusterddpError(
-        f"training has gone astray: {what}",
-        hint="lower train.lr, lengthen train.warmup, or set train.precision to fp32; checkpoints before it are sound",
-    )
+    steps = enumerate(losses, start=last_step - len(losses) + 1)
+    what = next((f"the loss of step {step} is {loss}" for step, loss in steps if not math.isfinite(loss)), None)
+    if what is None and not math.isfinite(norm):
+        what = f"the gradients of step {last_step} have the norm {norm}"
+    if what is not None:
+        raise ClusterddpError(
+            f"training has gone astray: {what}",
+            hint="lower train.lr, lengthen train.warmup, or set train.precision to fp32; checkpoints before it are "
+            "sound",
+        )
 
 
 def _percent(part: float, whole: float) -> float:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from clusterddp.train.evaluate import Ema, build_ema
+from clusterddp.train.evaluate import Ema
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from clusterddp.train.state import tensors_sha256
@@ -46,10 +46,6 @@ def test_batch_norms_statistics_are_averaged_and_its_counter_is_not() -> None:
     assert ema.model.running_mean.item() == pytest.approx(4)
     assert ema.model.num_batches_tracked is not None
     assert ema.model.num_batches_tracked.item() == 0
-
-
-def test_without_a_decay_there_is_none() -> None:
-    assert build_ema(nn.Linear(1, 1), 0.0) is None
 
 
 def trained(group: Group, path: Path, stops: list[int | None], options: dict[str, Any]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from clusterddp.spec.train import TrainSpec
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.evaluate import Evaluation, evaluate, mean_logits
-from clusterddp.train.group import Group, averaged_buffers
+from clusterddp.train.group import Group, averaged_tensors
 from clusterddp.train.models import build_model
 from tests.support.train_gang import TINY, Gang, one_rank
 
@@ -79,7 +79,7 @@ def buffers_inside_and_after(group: Group) -> tuple[float, float]:
     norm = torch.nn.BatchNorm2d(1)
     assert norm.running_mean is not None
     norm.running_mean.fill_(group.rank)
-    with averaged_buffers(norm, group):
+    with averaged_tensors(norm.buffers(), group):
         inside = norm.running_mean.item()
     return inside, norm.running_mean.item()
 

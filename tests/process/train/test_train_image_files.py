@@ -17,7 +17,7 @@ from PIL import Image, ImageOps
 from clusterddp.errors import ClusterddpError
 from clusterddp.spec.train import BUILT_IN, IMAGE_SETS, TrainSpec
 from clusterddp.train.data.dataset import Dataset, load_dataset
-from clusterddp.train.data.download import import_datasets, import_torchvision
+from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.data.image_files import demand_memory
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
@@ -54,7 +54,7 @@ def test_torchvision_knows_both_halves_of_each_set(tmp_path: Path, name: str) ->
     known = IMAGE_SETS[name]
     for half in known.halves:
         with pytest.raises((RuntimeError, FileNotFoundError, ModuleNotFoundError), match=r"(?i)not |no such|no module"):
-            getattr(import_datasets(), known.reader)(str(tmp_path), **half)
+            getattr(import_torchvision().datasets, known.reader)(str(tmp_path), **half)
 
 
 # -- what is read
@@ -62,7 +62,7 @@ def test_torchvision_knows_both_halves_of_each_set(tmp_path: Path, name: str) ->
 
 def test_stl10_is_kept_at_its_own_size_and_seen_at_224_pixels(stl10: Path) -> None:
     dataset = load(stl10, dataset="stl10", image_size=224)
-    theirs = import_datasets().STL10(str(stl10), split="train")
+    theirs = import_torchvision().datasets.STL10(str(stl10), split="train")
     assert torch.equal(dataset.train_images, torch.from_numpy(theirs.data))
     assert dataset.train_labels.tolist() == theirs.labels.tolist()
     assert (len(dataset.test_images), dataset.num_classes, dataset.image_shape) == (6, 10, (3, 224, 224))
@@ -91,7 +91,7 @@ def test_a_set_by_name_is_what_torchvision_reads(
     if name in {"cifar100", "svhn", "flowers102"}:
         files.expect_these_files(known.reader, tmp_path)
     dataset = load(tmp_path, dataset=name, image_size=30 if known.side is None else None)
-    halves = [getattr(import_datasets(), known.reader)(str(tmp_path), **half) for half in known.halves]
+    halves = [getattr(import_torchvision().datasets, known.reader)(str(tmp_path), **half) for half in known.halves]
     assert (dataset.image_shape, dataset.num_classes) == (shape, max(classes, len(getattr(halves[0], "classes", ()))))
     assert dataset.train_labels.tolist() == [label for _, label in halves[0]]
     assert dataset.test_labels.tolist() == [label for _, label in halves[1]]
@@ -108,7 +108,7 @@ def test_a_folder_is_brought_to_one_size_as_torchvision_would(tmp_path: Path, te
     dataset = load(tmp_path, dataset="folder", image_size=40)
     transforms = import_torchvision().transforms
     resize = transforms.Compose([transforms.Resize(40), transforms.CenterCrop(40), transforms.PILToTensor()])
-    theirs = import_datasets().ImageFolder(str(tmp_path / "train"), transform=resize)
+    theirs = import_torchvision().datasets.ImageFolder(str(tmp_path / "train"), transform=resize)
     assert dataset.train_labels.tolist() == theirs.targets == [0, 0, 0, 1, 1]
     assert dataset.label == f"folder {tmp_path} (5 train, 4 test images)"
     difference = dataset.train_images.int() - torch.stack([image for image, _ in theirs]).int()
@@ -184,8 +184,8 @@ def test_a_set_is_downloaded_once_and_nothing_else_is_left(
     with tarfile.open(tmp_path / "stl10_binary.tar.gz", "w:gz") as archive:
         archive.add(stl10 / "stl10_binary", "stl10_binary")
     with files.serving(tmp_path, asked) as address:
-        monkeypatch.setattr(import_datasets().STL10, "url", f"{address}/stl10_binary.tar.gz")
-        monkeypatch.setattr(import_datasets().STL10, "tgz_md5", files.md5(tmp_path / "stl10_binary.tar.gz"))
+        monkeypatch.setattr(import_torchvision().datasets.STL10, "url", f"{address}/stl10_binary.tar.gz")
+        monkeypatch.setattr(import_torchvision().datasets.STL10, "tgz_md5", files.md5(tmp_path / "stl10_binary.tar.gz"))
         spec = TrainSpec(dataset="stl10", data_dir=str(tmp_path / "data"))
         assert load_dataset(spec).label == "STL10 (12 train, 6 test images)"
         before = len(asked)
