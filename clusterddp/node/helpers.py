@@ -1,47 +1,63 @@
-"""The head's helpers: processes that send messages of `notify` and write the report, on which the run does not depend.
+"""The head's helpers: processes that send a message of `notify` and write the report, on which the run does not depend.
 
-A helper ends by itself within seconds and has no cookie: no cleanup ends it, and no process of the run is left for it.
-Outside a batch job it may outlive the supervisor: the end of a run, and the release of its GPUs, wait for none.
+`python -m clusterddp.node.helpers` reads a `HelperOrder` as JSON from standard input, and ends by itself within
+seconds. A channel is a thread of its own, so that one that hangs, in a look-up of a name for instance, delays no other.
+A channel that fails is tried once more. The results are in the run's history; nothing is printed.
+
+A helper has no cookie: no cleanup ends it, and no process of the run is left for it. Outside a batch job it may outlive
+the supervisor: the end of a run, and the release of its GPUs, wait for none.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.util
+import json
 import os
+import re
 import signal
+import subprocess
+import sys
+import tempfile
+import threading
 import time
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.log import log_line
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
+from clusterddp.run.gang import Notify
 from clusterddp.run.notices import (
+    SEND_S,
     Event,
+    HelperOrder,
     Message,
-    SendOrder,
     claim,
     message,
     message_of_end,
-    message_of_view,
     start_helper,
-    start_sending,
     view_of_sweep,
+    webhook_address,
 )
+from clusterddp.run.record import log_event
 from clusterddp.run.state import RunState, RunView, final_view
 from clusterddp.run.sweep import SweepDir
+from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
-    import subprocess
-
     from clusterddp.run.attempts import AttemptEnd
-    from clusterddp.run.gang import Notify
     from clusterddp.run.supervisors import SupervisorOrder
 
 _FINISH_S = 15.0
 """How long a batch job waits for helpers, which end with it."""
+_PAUSE_S = 2.0
+"""Before the second try."""
+_REPORT_S = 30.0
+_MAX_ERROR = 300
 
 
 class Helpers:
@@ -51,30 +67,29 @@ class Helpers:
         self.pids: set[int] = set()
         self._run = order.run
         self._in_sweep = (order.run.path.parent / SWEEP_RECORD).exists()
-        notify = order.gang.notify
-        if notify is not None and order.over_ssh:  # users have commands and mail where they submit
-            notify = dataclasses.replace(notify, command=(), mail=None)
-        self._notify = notify if notify is not None and notify.channels else None
+        self._notify = order.gang.notify or Notify(on=())
+        if order.over_ssh:  # users have commands and mail where they submit
+            self._notify = dataclasses.replace(self._notify, command=(), mail=None)
         # Over SSH the host has no package to draw it with; the copy of the run where it was submitted gets one.
         self._writes_report = not (order.over_ssh or self._in_sweep)
         self._environ = dict(environment)
 
     def on_event(self, event: Event, attempt: int, reason: str) -> None:
         """Send the message about an event while the run goes on, if the spec asks for it."""
-        if self._notify is not None and event in self._notify.on and not self._in_sweep:
-            self._send(self._notify, message(event, self._run, attempt, RunState.RUNNING, reason))
+        if event in self._notify.on and not self._in_sweep:
+            self._start(message(event, self._run, attempt, RunState.RUNNING, reason))
 
     def on_end(self, attempt: int, end: AttemptEnd) -> None:
         """Send the message about the end of an attempt, and write the report."""
-        if self._notify is not None:
-            if self._in_sweep:
-                about = _message_of_last(self._notify, SweepDir(self._run.path.parent))
-            else:
-                about = message_of_end(self._notify, self._run, attempt, end)
-            if about is not None:
-                self._send(self._notify, about)
-        if self._writes_report:
-            self._keep(lambda: start_helper("report", str(self._run.path), environ=self._environ))
+        about = None
+        if self._in_sweep:
+            about = _message_of_last(self._notify, SweepDir(self._run.path.parent)) if self._notify.channels else None
+        elif end.will_restart:
+            view = RunView(state=RunState.REQUEUED, attempt=attempt, end=None, reason=end.reason)
+            about = message_of_end(self._notify, self._run, view, at=end.ended)
+        else:
+            about = message_of_end(self._notify, self._run, final_view(self._run.attempt(attempt), end))
+        self._start(about, report=str(self._run.path) if self._writes_report else None)
 
     def on_exits(self, exits: Collection[int]) -> None:
         self.pids.difference_update(exits)
@@ -89,13 +104,13 @@ class Helpers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def _send(self, notify: Notify, about: Message) -> None:
-        order = SendOrder(notify=notify, message=about, channels=notify.channels)
-        self._keep(lambda: start_sending(order, self._environ))
-
-    def _keep(self, start: Callable[[], subprocess.Popen[bytes]]) -> None:
+    def _start(self, about: Message | None, *, report: str | None = None) -> None:
+        channels = self._notify.channels if about is not None else ()
+        if not (channels or report):
+            return
         try:
-            process = start()
+            order = HelperOrder(notify=self._notify, message=about, channels=channels, report=report)
+            process = start_helper(order, self._environ)
         except OSError as error:
             log_line(f"a message or the report could not be started: {error}")
             return
@@ -114,7 +129,7 @@ def _message_of_last(notify: Notify, sweep: SweepDir) -> Message | None:
                 return None
             views.append(final_view(newest, end))
         place = RunDir(sweep.path)
-        return message_of_view(notify, place, view_of_sweep(views)) if claim(place, "end") else None
+        return message_of_end(notify, place, view_of_sweep(views)) if claim(place, "end") else None
     return None
 
 
@@ -123,3 +138,170 @@ def _has_ended(pid: int) -> bool:
         return os.waitpid(pid, os.WNOHANG)[0] == pid
     except ChildProcessError:
         return True
+
+
+class NotSentError(Exception):
+    """Why a message was not sent, in one line that holds no secret."""
+
+
+def main() -> int:
+    """Do what the order says, and record the results."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a batch system signals every process of a job
+    order = build(HelperOrder, read_object(sys.stdin.buffer.read()))
+    deadline = time.monotonic() + SEND_S
+    results: dict[str, str] = {}
+    senders = [
+        threading.Thread(target=_try_twice, args=(order, name, deadline, results), daemon=True)
+        for name in order.channels
+    ]
+    for sender in senders:
+        sender.start()
+    if order.report is not None:
+        threading.Thread(target=write_report, args=(RunDir(Path(order.report)),)).start()
+    for sender in senders:
+        sender.join(max(0.0, deadline + 1.0 - time.monotonic()))
+    if order.message is not None:
+        _record(order, results)
+    return 0
+
+
+def _try_twice(order: HelperOrder, channel: str, deadline: float, results: dict[str, str]) -> None:
+    """Send by one channel, and again when it fails and time is left; put the error into `results`, empty: none."""
+    send = {"command": run_command, "webhook": post, "mail": send_mail}[channel]
+    for pause_s in (0.0, _PAUSE_S):
+        time.sleep(pause_s)
+        left_s = deadline - time.monotonic()
+        if left_s < _PAUSE_S:
+            return
+        try:
+            assert order.notify is not None
+            assert order.message is not None
+            send(order.notify, order.message, left_s)
+            results[channel] = ""
+            return
+        except NotSentError as error:
+            results[channel] = str(error)
+        except Exception as error:  # its text may have the address
+            results[channel] = type(error).__name__
+
+
+def _record(order: HelperOrder, results: Mapping[str, str]) -> None:
+    """Write to the history which channels have sent the message; the address of the webhook is a secret."""
+    assert order.message is not None
+    run = RunDir(Path(order.message.run_dir))
+    secret = webhook_address(order.notify.webhook or "", os.environ) if order.notify else ""
+    for name in order.channels:
+        facts: dict[str, Any] = {"attempt": order.message.attempt, "what": order.message.event, "by": name}
+        error = results.get(name, f"no answer within {SEND_S:g} s")[:_MAX_ERROR]
+        if error:
+            log_event(run, "notify_failed", **facts, error=error.replace(secret, "...") if secret else error)
+        else:
+            log_event(run, "notified", **facts)
+
+
+def post(notify: Notify, about: Message, timeout_s: float) -> None:
+    """POST the message as JSON to the webhook; redirects are not followed.
+
+    Raises: NotSentError.
+    """
+    import urllib.error
+    import urllib.request
+    from urllib.parse import urlsplit
+
+    class NoRedirect(urllib.request.HTTPRedirectHandler):
+        """Refuses redirects: another place would get what is meant for the address of the user."""
+
+        def redirect_request(self, *_: Any) -> None:
+            return None
+
+    url = webhook_address(notify.webhook or "", os.environ)
+    if not url:
+        raise NotSentError(f"{notify.webhook} is not set here")
+    if not re.fullmatch(r"https?://[^\s/?#]+\S*", url):
+        raise NotSentError("the address of the webhook is none: expected https://...")
+    data, headers = json.dumps(about.to_json()).encode(), {"Content-Type": "application/json"}
+    request = urllib.request.Request(  # noqa: S310  the address begins with http
+        url, data=data, headers=headers | {"User-Agent": "clusterddp"}, method="POST"
+    )
+    host = urlsplit(url).hostname
+    try:
+        with urllib.request.build_opener(NoRedirect).open(request, timeout=timeout_s):
+            return
+    except urllib.error.HTTPError as error:
+        redirected = ", a redirect, which is not followed" if 300 <= error.code < 400 else ""
+        raise NotSentError(f"{host} answers with HTTP {error.code}{redirected}") from error
+    except urllib.error.URLError as error:
+        reason = error.reason.strerror if isinstance(error.reason, OSError) else None
+        raise NotSentError(f"{host} cannot be reached: {reason or type(error.reason).__name__}") from error
+
+
+def run_command(notify: Notify, about: Message, timeout_s: float) -> None:
+    """Run the command with the message on its standard input and in its environment.
+
+    Raises: NotSentError.
+    """
+    facts = {f"CLUSTERDDP_{name.upper()}": str(value) for name, value in dataclasses.asdict(about).items()}
+    _run(notify.command, json.dumps(about.to_json()).encode(), facts, timeout_s, cwd=about.run_dir)
+
+
+def send_mail(notify: Notify, about: Message, timeout_s: float) -> None:
+    """Send the message by sendmail.
+
+    Raises: NotSentError.
+    """
+    from email.message import EmailMessage
+
+    mail = EmailMessage()
+    mail["To"] = notify.mail
+    mail["Subject"] = f"clusterddp: {about.run} {about.state}"
+    mail.set_content(f"{about.text}\n\n{about.run_dir}\n")
+    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/lib"
+    _run(("sendmail", "-i", str(notify.mail)), mail.as_bytes(), {"PATH": path}, timeout_s, cwd="/")
+
+
+def _run(words: tuple[str, ...], data: bytes, variables: Mapping[str, str], timeout_s: float, *, cwd: str) -> None:
+    """Run a program with these variables, too; it is killed when it takes too long.
+
+    Raises: NotSentError.
+    """
+    environ = {**os.environ, **variables}
+    with tempfile.TemporaryFile() as errors:  # no pipe: what the program leaves behind may keep it open
+        try:
+            done = subprocess.run(
+                words, input=data, stdout=subprocess.DEVNULL, stderr=errors, env=environ, cwd=cwd, timeout=timeout_s,
+                check=False,
+            )  # fmt: skip
+        except OSError as error:
+            raise NotSentError(f"{words[0]} cannot be started: {error.strerror}") from error
+        except subprocess.TimeoutExpired as error:
+            raise NotSentError(f"{words[0]} was killed after {timeout_s:.0f} s") from error
+        if done.returncode != 0:
+            errors.seek(0)
+            last = "".join(errors.read().decode(errors="replace").strip().splitlines()[-1:])
+            said = f": {''.join(filter(str.isprintable, last))}" if last else ""
+            raise NotSentError(f"{words[0]} ended with exit code {done.returncode}{said}")
+
+
+def write_report(run: RunDir) -> None:
+    """Write the run's report by the command `report`; a failure is an event of its history.
+
+    Where the command's packages are missing, as in a container for ranks, there is none.
+    """
+    if importlib.util.find_spec("click") is None or not run.record.is_file():
+        return
+    os.nice(5)
+    command = [sys.executable, "-m", "clusterddp", "report", "--runs", str(run.path.parent), "--", run.name]
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REPORT_S, check=False, text=True
+        )
+    except subprocess.TimeoutExpired:
+        log_event(run, "report_failed", error=f"it was not written within {_REPORT_S:g} s")
+        return
+    if done.returncode != 0:
+        first = next(iter(done.stderr.strip().splitlines()), f"exit code {done.returncode}")
+        log_event(run, "report_failed", error=first[:_MAX_ERROR])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

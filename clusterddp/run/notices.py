@@ -1,4 +1,4 @@
-"""The messages of a spec's `notify`: what they say, and how one is sent, by a process of its own (`node.notify`).
+"""The messages of a spec's `notify`: what they say, and the start of the process that sends one (node/helpers.py).
 
 The head sends each message. Every result is in the run's history (of a sweep: in its directory), where a later command
 of the user's reads what the head could not send (submission/notices.py).
@@ -17,10 +17,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
-from clusterddp.run.state import RunState, RunView, final_view, spell_states
+from clusterddp.run.state import RunState, RunView, spell_states
 
 Event = Literal["start", "end", "fail", "requeue", "hang"]
 SEND_S = 12.0
@@ -56,36 +55,41 @@ class Message:
         return {"schema": 1, "text": text, **dataclasses.asdict(self)}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class HelperOrder:
+    """What a helper does; it gets this on standard input."""
+
+    notify: Notify | None = None
+    message: Message | None = None
+    channels: tuple[str, ...] = ()
+    """The ways by which the message is sent."""
+    report: str | None = None
+    """The directory of the run whose report is to be written."""
+
+
 def message(
     event: Event, run: RunDir, attempt: int, state: RunState, reason: str, *, at: float | None = None
 ) -> Message:
     """Make the message about an event; the reason becomes one line."""
     line = "".join(char if char.isprintable() else " " for char in " ".join(reason.split()))[:_MAX_REASON]
-    at = time.time() if at is None else at
+    at = at or time.time()
     where = str(run.path)
     return Message(event=event, run=run.name, run_dir=where, attempt=attempt, state=state.value, reason=line, time=at)
 
 
-def message_of_end(notify: Notify, run: RunDir, attempt: int, end: AttemptEnd) -> Message | None:
-    """Return the message about the end of an attempt; None: the spec asks for none."""
-    if not end.will_restart:
-        return message_of_view(notify, run, final_view(run.attempt(attempt), end))
-    wanted = "requeue" in notify.on
-    return message("requeue", run, attempt, RunState.REQUEUED, end.reason, at=end.ended or None) if wanted else None
+def message_of_end(notify: Notify, run: RunDir, view: RunView, *, at: float | None = None) -> Message | None:
+    """Return the message about the end of an attempt, of a run, or of a sweep in its directory.
 
-
-def message_of_view(notify: Notify, run: RunDir, view: RunView, *, at: float | None = None) -> Message | None:
-    """Return the message about the end of a run, or of a sweep in its directory; None: the spec asks for none.
-
-    `at`: when it ended, where no end is recorded.
+    None: the spec asks for none. `at`: when it ended, where no end is recorded.
     """
-    failed = view.state in _FAILED
-    event: Event = "fail" if failed and "fail" in notify.on else "end"
+    event: Event = "requeue" if view.state is RunState.REQUEUED else "end"
+    if view.state in _FAILED and "fail" in notify.on:
+        event = "fail"
     if event not in notify.on:
         return None
-    cause = view.end.root_cause if view.end else None
+    reason = view.end.root_cause.error if view.end and view.end.root_cause else view.reason
     at = (view.end.ended if view.end else None) or at
-    return message(event, run, view.attempt or 0, view.state, cause.error if cause else view.reason, at=at)
+    return message(event, run, view.attempt or 0, view.state, reason, at=at)
 
 
 def view_of_sweep(views: Sequence[RunView]) -> RunView:
@@ -94,15 +98,6 @@ def view_of_sweep(views: Sequence[RunView]) -> RunView:
     state = RunState.COMPLETED if states == {RunState.COMPLETED} else RunState.CANCELLED
     state = RunState.FAILED if states & _FAILED else state
     return RunView(state=state, attempt=sum(view.attempt or 0 for view in views), end=None, reason=spell_states(views))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class SendOrder:
-    """What the process that sends a message gets on standard input."""
-
-    notify: Notify
-    message: Message
-    channels: tuple[str, ...]
 
 
 def webhook_address(webhook: str, environ: Mapping[str, str]) -> str:
@@ -124,23 +119,13 @@ def claim(run: RunDir, what: str) -> bool:
     return True
 
 
-def start_sending(order: SendOrder, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start the process that sends a message by each channel; it ends by itself soon after `SEND_S`.
-
-    Raises: OSError: it cannot be started.
-    """
-    return start_helper("notify", environ=environ, data=json.dumps(dataclasses.asdict(order)).encode())
-
-
-def start_helper(
-    program: str, *arguments: str, environ: Mapping[str, str], data: bytes = b""
-) -> subprocess.Popen[bytes]:
-    """Start a program of `clusterddp.node` that nothing waits for, with `data` on its standard input.
+def start_helper(order: HelperOrder, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
+    """Start a process for an order, which nothing waits for; it ends by itself within seconds.
 
     Raises: OSError: it cannot be started.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", f"clusterddp.node.{program}", *arguments],
+        [sys.executable, "-m", "clusterddp.node.helpers"],
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
@@ -150,5 +135,5 @@ def start_helper(
     )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
-        process.stdin.write(data)
+        process.stdin.write(json.dumps(dataclasses.asdict(order)).encode())
     return process

@@ -22,11 +22,11 @@ from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.notices import (
     SEND_S,
+    HelperOrder,
     Message,
-    SendOrder,
     claim,
-    message_of_view,
-    start_sending,
+    message_of_end,
+    start_helper,
     view_of_sweep,
     webhook_address,
 )
@@ -80,7 +80,7 @@ def _send(
 ) -> None:
     """Send what is left to send about a run or a sweep at `place`; `run`: the run, or one of the sweep's."""
     notify = _read_notify(run)
-    about = message_of_view(notify, place, view, at=ended) if notify is not None else None
+    about = message_of_end(notify, place, view, at=ended) if notify is not None else None
     if notify is None or about is None or time.time() > about.time + _LATEST_S:
         return
     launcher, deadline = read_run(run).launcher, time.monotonic() + patience_s
@@ -96,7 +96,7 @@ def _send(
     if channels:
         environment = process_environment("", environ)
         environment.pop(COOKIE)
-        process = start_sending(SendOrder(notify=notify, message=about, channels=tuple(channels)), environment)
+        process = start_helper(HelperOrder(notify=notify, message=about, channels=tuple(channels)), environment)
         if patience_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience_s)
