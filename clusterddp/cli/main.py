@@ -19,7 +19,7 @@ _COMMANDS = {
     "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
     "init": ("init", "Run", "write a commented spec to start from"),
     "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
-    "hosts": ("hosts", "Run", "check the hosts that SSH reaches, and trust their keys"),
+    "hosts": ("hosts", "Run", "check the hosts that SSH reaches"),
     "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
     "submit": ("submit", "Run", "start what a spec describes, or the spec of an earlier run again"),
     "manifest": ("import_", "Run", "print a Kubeflow PyTorchJob that runs a spec"),
@@ -51,6 +51,7 @@ _REMOVED: dict[str, str] = {
     "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
     "rerun": "clusterddp submit RUN starts the spec of an earlier run again",
     "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
+    "hosts trust": "type ssh HOST once: it shows the fingerprint, asks, and keeps the key",
     "join": "type clusterddp worker SPEC on each machine of ssh.hosts",
 }
 """Command that earlier versions had -> what to type instead, in one sentence for a hint."""
@@ -58,7 +59,6 @@ _REMOVED: dict[str, str] = {
 WITHOUT_JSON = {
     "demo": "its run is one like any other: `status -o json` has it",
     "init": "writes a spec, and asks on a terminal",
-    "hosts trust": "asks a person; `hosts check -o json` has what is known of hosts",
     "import": "prints a spec; `-o` names the file for it",
     "manifest": "prints a manifest",
     "worker": "standard output is the rank's",
@@ -124,8 +124,9 @@ class CommandIndex(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click's own "did you mean" looks only at commands that were imported.
-        if args[0] in _REMOVED:
-            raise UsageError(f'the command "{args[0]}" was removed', hint=_REMOVED[args[0]])
+        for name in (args[0], " ".join(args[:2])):
+            if name in _REMOVED:
+                raise UsageError(f'the command "{name}" was removed', hint=_REMOVED[name])
         if args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
             matches = difflib.get_close_matches(args[0], _COMMANDS, n=1)
             question = f' Did you mean "{matches[0]}"?' if matches else ""

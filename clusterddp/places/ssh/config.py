@@ -40,9 +40,6 @@ class Destination:
     """The socket of the agent."""
     known_hosts: tuple[Path, ...] = ()
     """The user's files, then the machine's."""
-    user_known_hosts: Path | None = None
-    """The file that newly trusted keys are appended to."""
-    hash_known_hosts: bool = False
     host_key_alias: str | None = None
     host_key_algorithms: tuple[str, ...] = ()
     ca_algorithms: tuple[str, ...] = ()
@@ -126,7 +123,6 @@ def _resolve(host: str, options: list[str], environ: Mapping[str, str], *, depth
     value = {key: values[0] for key, values in found.items() if values[0] != "none"}
     tokens = _tokens(host, value)
     identities = (_expand_path(text, tokens, environ) for text in found.get("identityfile", ()))
-    user_files = _paths(value.get("userknownhostsfile"))
     template, jump = value.get("proxycommand"), value.get("proxyjump")
     timeout, alive = value.get("connecttimeout", ""), value.get("serveraliveinterval", "0")
     return Destination(
@@ -140,9 +136,7 @@ def _resolve(host: str, options: list[str], environ: Mapping[str, str], *, depth
         identity_files=tuple(path for path in identities if str(path) != "none"),
         identities_only=value.get("identitiesonly") == "yes",
         agent=_agent(found.get("identityagent", ["SSH_AUTH_SOCK"])[0], environ),
-        known_hosts=(*user_files, *_paths(value.get("globalknownhostsfile"))),
-        user_known_hosts=user_files[0] if user_files else None,
-        hash_known_hosts=value.get("hashknownhosts") == "yes",
+        known_hosts=(*_paths(value.get("userknownhostsfile")), *_paths(value.get("globalknownhostsfile"))),
         host_key_alias=value.get("hostkeyalias") or None,
         host_key_algorithms=tuple(value.get("hostkeyalgorithms", "").split(",")),
         ca_algorithms=tuple(value.get("casignaturealgorithms", "").split(",")),

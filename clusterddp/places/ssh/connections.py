@@ -19,7 +19,7 @@ from typing import IO, Any, TypeVar
 
 from clusterddp.errors import SshError
 from clusterddp.places.ssh.config import Destination, resolve
-from clusterddp.places.ssh.keys import HostKey, check_host_key, read_known_keys, signing_algorithms
+from clusterddp.places.ssh.keys import check_host_key, read_known_keys, signing_algorithms
 from clusterddp.places.ssh.session import Session
 from clusterddp.planning.ssh import SshNode
 
@@ -97,16 +97,6 @@ class Connector:
         destination = resolve(host, self._environ)
         with self._turn(destination):
             return self._connect(destination, pinned)
-
-    def scan(self, destination: Destination) -> HostKey:
-        """Return the key that a host shows; no more than the handshake is sent. The jump hosts have to be known.
-
-        Raises: SshError.
-        """
-        with self._turn(destination):
-            session = self._shake_hands(destination, signing_algorithms(destination, (), None))
-            session.close()
-            return session.key
 
     @contextlib.contextmanager
     def _turn(self, destination: Destination) -> Iterator[None]:

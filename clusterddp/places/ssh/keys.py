@@ -1,24 +1,21 @@
-"""Host keys: what known_hosts and certificates prove, decided as OpenSSH does; new keys are appended to known_hosts."""
+"""Host keys: what known_hosts and certificates prove, decided as OpenSSH does."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
-import hmac
-import os
 import re
-import secrets
 import shlex
 import struct
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from clusterddp.errors import ClusterddpError, SshError
+from clusterddp.errors import SshError
 from clusterddp.places.ssh.config import DEFAULT_PORT, Destination
 
 if TYPE_CHECKING:
@@ -32,7 +29,7 @@ KEY_TYPES = {
     "ssh-rsa": ("rsa-sha2-512", "rsa-sha2-256"),
 }
 """The type of a key, as files name it -> the algorithms in which it signs."""
-INTERCEPTED = "the connection may be intercepted"
+_INTERCEPTED = "the connection may be intercepted"
 Marker = Literal["key", "authority", "revoked"]
 _LINE = re.compile(r": line ([0-9]{1,9})\b")
 _MARKERS: dict[str, Marker] = {"@cert-authority": "authority", "@revoked": "revoked"}
@@ -113,22 +110,6 @@ def read_known_keys(destination: Destination) -> tuple[KnownKey, ...]:
         known = any(key.marker == "key" for key in found)
         found += tuple(key for key in plain if key.marker != "key" or not known)
     return found
-
-
-def add_known_hosts(keys: Mapping[Destination, HostKey]) -> dict[Path, int]:
-    """Append keys to the known_hosts of the user; return how many lines each file got.
-
-    Raises: ClusterddpError, OSError.
-    """
-    lines: dict[Path, list[str]] = {}
-    for destination, key in keys.items():
-        if destination.user_known_hosts is None:
-            hint = f"UserKnownHostsFile in ~/.ssh/config; ssh -G {destination.host} shows its value"
-            raise ClusterddpError(f"{destination.host}: there is no known_hosts file to write to", hint=hint)
-        lines.setdefault(destination.user_known_hosts, []).append(_line(destination, key))
-    for path, new in lines.items():
-        _append(path, "".join(line for line in dict.fromkeys(new)))
-    return {path: len(set(new)) for path, new in lines.items()}
 
 
 class _Certificate(NamedTuple):
@@ -223,7 +204,7 @@ def _check_pinned(destination: Destination, shown: HostKey, pinned: str) -> None
             raise SshError(destination.host, "host key", found, hint="SHA256:... or `TYPE BASE64`") from error
     if shown.fingerprint != expected:
         found = f"the host shows {shown.type} {shown.fingerprint}, the pinned host_key is {expected}"
-        hint = f"{INTERCEPTED}; if the host has a new key for a good reason, pin that one"
+        hint = f"{_INTERCEPTED}; if the host has a new key for a good reason, pin that one"
         raise SshError(destination.host, "host key", found, hint=hint)
 
 
@@ -231,7 +212,7 @@ def _unknown(destination: Destination, known: Sequence[KnownKey], shown: HostKey
     found = f"{destination.known_as} is not known; it shows {shown.type} {shown.fingerprint}"
     if any(key.marker == "authority" for key in known):
         found += ", and no certificate of the authority that known_hosts names"
-    hint = f"compare the fingerprint, then: clusterddp hosts trust {shlex.quote(destination.host)}"
+    hint = f"it shows the fingerprint, asks, and keeps the key: ssh {shlex.quote(destination.host)}"
     return SshError(destination.host, "host key", found, hint=hint)
 
 
@@ -242,8 +223,7 @@ def _changed(destination: Destination, others: Sequence[KnownKey], shown: HostKe
         f"known is {same.type} {same.fingerprint} ({same.place})"
     )
     forget = shlex.join(["ssh-keygen", "-R", destination.known_as, "-f", str(same.file)])
-    host = shlex.quote(destination.host)
-    hint = f"{INTERCEPTED}; if the host was installed anew: {forget}; clusterddp hosts trust {host}"
+    hint = f"{_INTERCEPTED}; if the host was installed anew: {forget}; ssh {shlex.quote(destination.host)}"
     return SshError(destination.host, "host key", found, hint=hint)
 
 
@@ -289,29 +269,6 @@ def _parse(text: str, path: Path) -> list[KnownKey]:
             continue
         keys.append(KnownKey(marker=marker, type=fields[1], blob=blob, file=path, line=number))
     return keys
-
-
-def _line(destination: Destination, key: HostKey) -> str:
-    name = _hashed(destination.known_as) if destination.hash_known_hosts else destination.known_as
-    return f"{name} {key.type} {base64.b64encode(key.blob).decode()}\n"
-
-
-def _hashed(name: str) -> str:
-    salt = secrets.token_bytes(20)
-    digest = hmac.new(salt, name.encode(), hashlib.sha1).digest()  # the only digest that OpenSSH reads
-    return f"|1|{base64.b64encode(salt).decode()}|{base64.b64encode(digest).decode()}"
-
-
-def _append(path: Path, text: str) -> None:
-    """Append in one write: the file gets the whole text or nothing, whatever other processes append meanwhile."""
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    with open(os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "r+b", buffering=0) as file:
-        size = os.fstat(file.fileno()).st_size
-        ends_line = size == 0 or os.pread(file.fileno(), 1, size - 1) == b"\n"
-        data = (text if ends_line else f"\n{text}").encode()
-        if file.write(data) != len(data):
-            raise ClusterddpError(f"{path}: the disk is full, its last line may be cut", hint="look at its end")
-        os.fsync(file.fileno())
 
 
 def _field(blob: bytes, offset: int) -> bytes:

@@ -94,7 +94,7 @@ def test_a_jump_host_whose_key_is_not_known_is_named(person):
     row = person.check("far").hosts["far"]
     assert row["phase"] == "host key"
     assert row["found"].startswith("on the way, node1: node1 is not known")
-    assert row["fix"].endswith("clusterddp hosts trust node1")
+    assert row["fix"].endswith("asks, and keeps the key: ssh node1")
 
 
 def test_a_jump_host_that_does_not_forward_is_named(person):

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import re
 import subprocess
 from pathlib import Path
 
-import pexpect
 import pytest
 
 from tests.support.ssh_person import SshPerson, fingerprint_of, make_key
@@ -56,7 +54,7 @@ def test_a_host_that_is_not_known_is_shown_with_its_fingerprint(person):
     row = person.check("node1").hosts["node1"]
     assert row["phase"] == "host key"
     assert row["found"] == f"node1 is not known; it shows ssh-ed25519 {person.fingerprint('node1')}"
-    assert row["fix"].endswith("clusterddp hosts trust node1")
+    assert row["fix"].endswith("asks, and keeps the key: ssh node1")
 
 
 @pytest.mark.parametrize("known", ["", "[node1]:{port} {other}\n", "@revoked [node1]:{port} {own}\n"])
@@ -192,80 +190,3 @@ def test_another_key_than_the_pinned_one_is_refused_although_it_is_known(person)
         f"node1: host key: the host shows ssh-ed25519 {person.fingerprint('node1')}, "
         f"the pinned host_key is {person.fingerprint('node2')}"
     )
-
-
-def test_trust_shows_all_keys_asks_once_and_adds_them(person):
-    person.known_hosts.unlink()
-    child = spawn(person, "hosts", "trust", "node[1-3]")
-    child.expect_exact("Are these the keys of the 3 hosts? [y/N]: ")
-    shown = child.before
-    child.sendline("y")
-    child.expect(pexpect.EOF)
-    assert re.findall(r"SHA256:\S+", shown) == [person.fingerprint(f"node{number}") for number in (1, 2, 3)]
-    assert person.check("node[1-3]").exit_code == 0
-
-
-def test_trust_writes_nothing_without_consent(person):
-    person.known_hosts.unlink()
-    child = spawn(person, "hosts", "trust", "node1")
-    child.expect_exact("Is this the key of the host? [y/N]: ")
-    child.sendline("")
-    child.expect(pexpect.EOF)
-    child.close()
-    assert (child.exitstatus, person.known_hosts.exists()) == (1, False)
-
-
-def test_trust_keeps_existing_lines_and_ends_an_open_line(person):
-    before = f"# mine\nelse {person.host_key('node3')}"
-    person.known_hosts.write_text(before)
-    done = person.clusterddp("hosts", "trust", "--yes", f"node1={person.fingerprint('node1')}")
-    assert done.returncode == 0, done.stderr
-    assert person.known_hosts.read_text() == f"{before}\n{hashed_line(person)} {person.host_key('node1')}\n"
-
-
-def test_trust_hashes_names_only_when_configured(person):
-    person.known_hosts.unlink()
-    person.configure("HashKnownHosts no\n")
-    person.clusterddp("hosts", "trust", "--yes", f"node1={person.fingerprint('node1')}")
-    assert person.known_hosts.read_text() == f"node1 {person.host_key('node1')}\n"
-
-
-def test_trust_writes_nothing_when_a_host_shows_another_key_than_expected(person):
-    person.known_hosts.unlink()
-    expected = [f"node{number}={person.fingerprint('node1')}" for number in (1, 2)]
-    done = person.clusterddp("hosts", "trust", "--yes", *expected)
-    assert (done.returncode, person.known_hosts.exists()) == (3, False)
-
-
-def test_trust_changes_no_host_that_is_known(person):
-    before = person.known_hosts.read_text()
-    done = person.clusterddp("hosts", "trust", "--yes", f"node1={person.fingerprint('node1')}")
-    assert (done.returncode, person.known_hosts.read_text()) == (0, before)
-
-
-def test_trust_without_a_terminal_or_a_fingerprint_is_refused(person):
-    person.known_hosts.unlink()
-    assert person.clusterddp("hosts", "trust", "--yes", "node1").returncode == 2
-    assert person.clusterddp("hosts", "trust", "node1").returncode == 2
-
-
-def test_two_processes_that_trust_at_once_lose_no_line(person):
-    person.known_hosts.unlink()
-    aliases = [f"n{number}" for number in range(1, 9)]
-    person.configure("".join(f"Host {name}\n  HostName node1\n  HostKeyAlias {name}\n" for name in aliases))
-    commands = [["hosts", "trust", "--yes", f"{name}={person.fingerprint('node1')}"] for name in aliases]
-    running = [subprocess.Popen(person.argv(*command), stdout=subprocess.DEVNULL) for command in commands]
-    assert [process.wait() for process in running] == [0] * 8
-    assert len(person.known_hosts.read_text().splitlines()) == 8
-
-
-def spawn(person: SshPerson, *arguments: str) -> pexpect.spawn:
-    argv = person.argv(*arguments)
-    return pexpect.spawn(argv[0], argv[1:], encoding="utf-8", timeout=60, dimensions=(40, 200))
-
-
-def hashed_line(person: SshPerson) -> str:
-    """Return the name of the last line, which is hashed."""
-    name = person.known_hosts.read_text().splitlines()[-1].split()[0]
-    assert name.startswith("|1|")
-    return name

@@ -15,6 +15,7 @@ from clusterddp.cli.main import main
         ("explain", "clusterddp submit SPEC -n -v"),
         ("du", "clusterddp list --wide"),
         ("rerun", "clusterddp submit RUN"),
+        ("hosts trust", "type ssh HOST once"),
         ("join", "type clusterddp worker SPEC on each machine of ssh.hosts"),
         ("relay", "your script calls W&B, MLflow or Trackio"),
     ],
@@ -22,7 +23,7 @@ from clusterddp.cli.main import main
 def test_a_removed_command_names_what_to_type_instead(
     command: str, instead: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main([command, "@last"]) == 2
+    assert main([*command.split(), "@last"]) == 2
     error, hint = capsys.readouterr().err.splitlines()
     assert error == f'error: the command "{command}" was removed'
     assert hint.startswith(f"hint: {instead}")
