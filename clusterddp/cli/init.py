@@ -1,12 +1,11 @@
-"""The command init: asks at most three questions and writes a commented spec to start from."""
+"""The command init: writes a commented spec to start from."""
 
 from __future__ import annotations
 
 import re
 import shlex
 import shutil
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -16,7 +15,7 @@ import click
 from clusterddp.cli.arguments import HostName, collected, command
 from clusterddp.cli.login import Node, ask_login, find_node, profile_option
 from clusterddp.cli.terminal import Terminal, put, say, say_note
-from clusterddp.errors import SpecError, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.system.files import write_text
 from clusterddp.system.templates import read_template
 
@@ -46,14 +45,12 @@ entry:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answers:
-    """What options name; what is not named is asked for on a terminal, and is the default elsewhere."""
+    """What options name; what is not named is the default."""
 
     launcher: str | None
     hosts: str | None
     partition: str | None
     script: str | None
-    yes: bool
-    asks: bool = False
     given: Mapping[str, Value] = field(default_factory=dict)
     """What the site file and the project file give, by dotted key."""
 
@@ -67,7 +64,6 @@ class Answers:
 @click.option("--hosts", metavar="H,H", type=HostName(), help="With launcher ssh: hosts such as gpu01,gpu[03-04].")
 @click.option("--partition", metavar="NAME", help="With launcher slurm: for this partition, not the usual one.")
 @click.option("--script", metavar="FILE", help="What the ranks run; none: the built-in trainer.")
-@click.option("-y", "--yes", is_flag=True, help="Ask nothing, take the defaults.")
 @profile_option
 @click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
 @collected("answers", Answers)
@@ -75,7 +71,6 @@ class Answers:
 def init(terminal: Terminal, *, path: Path, answers: Answers, profile: str | None, force: bool) -> None:
     """Write a commented spec to PATH (job.yaml) to start from.
 
-    On a terminal it asks what the options leave open: what starts the ranks, the hosts or the partition, the script.
     What clusterddp.yaml or a site file gives is left out.
 
     With --launcher slurm, on a machine of the cluster or with a profile that has a login node, its values are the
@@ -85,12 +80,8 @@ def init(terminal: Terminal, *, path: Path, answers: Answers, profile: str | Non
     from clusterddp.spec.load import read_shared_values
 
     _refuse_place(path, force=force)
-    asks = not answers.yes and sys.stdin.isatty() and sys.stdout.isatty()
-    answers = replace(answers, asks=asks, given=read_shared_values(terminal.environ, path))
-    try:
-        text, notes = _first_spec(answers, terminal, profile)
-    except click.Abort as abort:
-        raise KeyboardInterrupt("interrupted: nothing was written") from abort
+    answers = replace(answers, given=read_shared_values(terminal.environ, path))
+    text, notes = _first_spec(answers, terminal, profile)
     if str(path) == "-":
         put(text.rstrip("\n"))
     elif not write_text(path, text, exclusive=not force) and not force:
@@ -122,8 +113,9 @@ def _first_spec(answers: Answers, terminal: Terminal, profile: str | None) -> tu
     elif launcher == "ssh" and (answers.hosts or "ssh.hosts" not in answers.given):
         text, notes = _fill_hosts(text, answers)
         chosen.add("ssh.hosts")
-    script = _choose_script(answers)
+    script, several = _choose_script(answers)
     text = text if script is None else with_script(text, script)
+    notes += [f"several scripts are here ({', '.join(several)}): --script names what the ranks run"] if several else []
     files = {key: value.place.source for key, value in answers.given.items() if key not in chosen}
     return without_given(text, files), notes
 
@@ -139,25 +131,18 @@ def _choose_launcher(answers: Answers, terminal: Terminal, *, has_login: bool) -
     if named is not None:
         return named if named in _LAUNCHERS.choices else "local"
     has_slurm = has_login or shutil.which("sbatch", path=terminal.environ.get("PATH")) is not None
-    usual = "slurm" if has_slurm else "local"
-    if not answers.asks or not (has_slurm or _offered_hosts()):
-        return usual
-    say("What starts the ranks? local: this machine; ssh: hosts that ssh reaches; slurm: jobs of a cluster.")
-    return str(click.prompt("launcher", type=_LAUNCHERS, default=usual, err=True))
+    return "slurm" if has_slurm else "local"
 
 
 def _fill_slurm(text: str, answers: Answers, terminal: Terminal, node: Node | None) -> tuple[str, list[str]]:
     from clusterddp.places.slurm.first_spec import slurm_spec
-
-    def ask(names: Sequence[str], usual: str) -> str:
-        return str(click.prompt("partition", type=click.Choice(list(names)), default=usual, err=True))
 
     partition = answers.partition or answers.given_text("slurm.partition")
     if node is not None:
         more = ["--partition", partition] if partition else []
         return ask_login(node, ["init", "--launcher", "slurm", "--script", _NO_SCRIPT, *more, "-"]).decode(), []
     try:
-        return slurm_spec(text, terminal.environ, partition, choose=ask if answers.asks else None)
+        return slurm_spec(text, terminal.environ, partition)
     except UsageError as error:
         if answers.partition is not None:
             raise
@@ -165,69 +150,34 @@ def _fill_slurm(text: str, answers: Answers, terminal: Terminal, node: Node | No
 
 
 def _fill_hosts(text: str, answers: Answers) -> tuple[str, list[str]]:
-    """Write the hosts into a spec for SSH. Raises: SpecError: a host is wrong."""
-    usual = _offered_hosts()
-    if answers.hosts is not None:
-        hosts = _read_hosts(answers.hosts)
-    elif answers.asks:
-        say("Which hosts? The first one runs rank 0; gpu[01-04] is a set, gpu01:8 has 8 GPUs.")
-        hosts = str(click.prompt("hosts", value_proc=_checked(_read_hosts), default=usual, err=True))
-    elif usual:
-        hosts = _read_hosts(usual)
-    else:
-        return text, ["the hosts in it are examples: name yours, or init --hosts gpu01,gpu02"]
-    return _HOSTS.sub(lambda _: f"  hosts: {hosts}", text, count=1), []
-
-
-def _offered_hosts() -> str | None:
-    """Return the hosts of ./hostfile, or those that ~/.ssh/config names, as --hosts takes them."""
-    from clusterddp.places.ssh.config import config_names, home
-    from clusterddp.spec.hosts import read_hostfile
-    from clusterddp.spec.tree import ListNode, Mapping, Scalar
-
-    hostfile = Path("hostfile")
-    if not hostfile.is_file():
-        return ",".join(config_names(home() / ".ssh" / "config", machines_only=True)) or None
-    node, names = read_hostfile(hostfile).node, list[str]()
-    for host in node.items if isinstance(node, ListNode) else ():
-        values = host.entries.values() if isinstance(host, Mapping) else [host]
-        names.append(":".join(value.text for value in values if isinstance(value, Scalar)))
-    return ",".join(names)
-
-
-def _read_hosts(text: str) -> str:
-    """Check hosts as a spec does; return them as YAML. Raises: SpecError."""
-    from clusterddp.spec.hosts import parse_hosts
+    """Write the hosts of the options, or of ./hostfile, into a spec for SSH. Raises: SpecError: a host is wrong."""
+    from clusterddp.spec.hosts import parse_hosts, read_hostfile
     from clusterddp.spec.load import load_spec
     from clusterddp.spec.yamlfile import flow_yaml
 
-    alone = load_spec("name: x\nlauncher: ssh\n", environ={}, hosts=parse_hosts(text), whole=True)
+    hostfile = Path("hostfile")
+    if answers.hosts is None and not hostfile.is_file():
+        return text, ["the hosts in it are examples: name yours, or init --hosts gpu01,gpu02"]
+    chosen = read_hostfile(hostfile) if answers.hosts is None else parse_hosts(answers.hosts)
+    alone = load_spec("name: x\nlauncher: ssh\n", environ={}, hosts=chosen, whole=True)
     hosts = alone.job.model_dump(mode="json")["ssh"]["hosts"]
-    return flow_yaml([host if set(host) > {"host"} else host["host"] for host in hosts])
+    written = flow_yaml([host if set(host) > {"host"} else host["host"] for host in hosts])
+    return _HOSTS.sub(lambda _: f"  hosts: {written}", text, count=1), []
 
 
-def _choose_script(answers: Answers) -> str | None:
-    """Return the script that the ranks run; None: the built-in trainer. Raises: UsageError: there is no such file."""
-    if answers.script is not None:
-        return _read_script(answers.script)
-    scripts = _find_scripts(Path.cwd())
-    usual = scripts[0] if len(scripts) == 1 else None
-    if not answers.asks or not scripts:
-        return usual
-    say(f"What do the ranks run? A script ({', '.join(scripts)}), or {_NO_SCRIPT}: the built-in trainer.")
-    script: str | None = click.prompt(
-        "script", value_proc=_checked(_read_script), default=usual or _NO_SCRIPT, err=True
-    )
-    return script
+def _choose_script(answers: Answers) -> tuple[str | None, list[str]]:
+    """Return the script that the ranks run, None: the built-in trainer; and the scripts that it may be, if several.
 
-
-def _read_script(text: str) -> str | None:
-    """Check the name of a script; None: the built-in trainer. Raises: UsageError."""
-    if text == _NO_SCRIPT:
-        return None
-    if not Path(text).expanduser().is_file():
-        raise UsageError(f"{text}: there is no such file here", hint=f"{_NO_SCRIPT}: the built-in trainer")
-    return text
+    Raises: UsageError: there is no such file.
+    """
+    if answers.script is None:
+        scripts = _find_scripts(Path.cwd())
+        return (scripts[0], []) if len(scripts) == 1 else (None, scripts)
+    if answers.script == _NO_SCRIPT:
+        return None, []
+    if not Path(answers.script).expanduser().is_file():
+        raise UsageError(f"{answers.script}: there is no such file here", hint=f"{_NO_SCRIPT}: the built-in trainer")
+    return answers.script, []
 
 
 def _find_scripts(directory: Path) -> list[str]:
@@ -246,20 +196,6 @@ def _lines(path: Path) -> list[str]:
     except OSError:
         pass
     return []
-
-
-def _checked(read: Callable[[str], str | None]) -> Callable[[str], str | None]:
-    """Let a question be asked again, with the reason, when an answer is wrong."""
-
-    def check(text: str) -> str | None:
-        try:
-            return read(text)
-        except SpecError as error:
-            raise click.UsageError("; ".join(problem.message for problem in error.problems)) from error
-        except UsageError as error:
-            raise click.UsageError(f"{error.message}; {error.hint}") from error
-
-    return check
 
 
 def _refuse_place(path: Path, *, force: bool) -> None:

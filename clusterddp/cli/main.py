@@ -58,7 +58,7 @@ _REMOVED: dict[str, str] = {
 
 WITHOUT_JSON = {
     "demo": "its run is one like any other: `status -o json` has it",
-    "init": "writes a spec, and asks on a terminal",
+    "init": "writes a spec",
     "import": "prints a spec; `-o` names the file for it",
     "manifest": "prints a manifest",
     "worker": "standard output is the rank's",

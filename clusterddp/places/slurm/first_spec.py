@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from clusterddp.errors import SlurmError, UsageError
@@ -19,9 +19,6 @@ _MEMORY_SHARE = 0.9
 """The share of a node's memory that is asked for: the system needs some, so a job that asks for all may never start."""
 
 
-Choose = Callable[[Sequence[str], str], str]
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filled:
     """A value for one key of the template, and its origin."""
@@ -35,12 +32,9 @@ class Filled:
     """True: the line stays a comment."""
 
 
-def slurm_spec(
-    template: str, environ: Mapping[str, str], partition_name: str | None, choose: Choose | None = None
-) -> tuple[str, list[str]]:
+def slurm_spec(template: str, environ: Mapping[str, str], partition_name: str | None) -> tuple[str, list[str]]:
     """Fill the template with the cluster's facts; return it with notes for the user.
 
-    `choose`: asks which partition, where none is named: of the partitions that the user may use, and a default.
     When Slurm does not answer, the template stays as it is, and a note has the reason.
     Raises: UsageError: the cluster has no partition of that name.
     """
@@ -50,9 +44,6 @@ def slurm_spec(
     except SlurmError as error:
         return fill_template(template, named), [f"{error.message}: the values in it are examples, check each of them"]
     partition = choose_partition(cluster, partition_name)
-    if choose is not None and partition is not None and partition_name is None:
-        names = [each.name for each in cluster.partitions if cluster.may_use(each)]
-        partition = choose_partition(cluster, choose(names, partition.name)) if len(names) > 1 else partition
     restarts = Filled(key="restarts", value="1", why="after a failure, preemption or the time limit")
     notes = [f"from cluster {cluster.name or 'without a name'}, Slurm {cluster.version or 'of an unknown version'}"]
     if partition is None:

@@ -76,22 +76,10 @@ def resolve(host: str, environ: Mapping[str, str]) -> Destination:
     return _resolve(host, [], environ, depth=0)
 
 
-def config_names(config: Path, *, machines_only: bool = False) -> list[str]:
-    """List the hosts that an ssh_config and the files it includes name without a wildcard.
-
-    `machines_only`: those that are more than a hop or git: no ProxyJump of others, no `User git`.
-    """
-    names, left_out, block = list[str](), set[str](), list[str]()
-    for keyword, words in _config_lines(config):
-        if keyword == "host":
-            block = [word for word in words if not set(word) & set('*?!"')]
-            names += block
-        elif keyword == "user" and words == ["git"]:
-            left_out.update(block)
-        elif keyword == "proxyjump":
-            hops = [_JUMP.fullmatch(hop) for word in words for hop in word.split(",")]
-            left_out.update(hop["bracketed"] or hop["plain"] for hop in hops if hop)
-    return [name for name in dict.fromkeys(names) if not (machines_only and name in left_out)]
+def config_names(config: Path) -> list[str]:
+    """List the hosts that an ssh_config and the files it includes name without a wildcard, for completion."""
+    hosts = (words for keyword, words in _config_lines(config) if keyword == "host")
+    return list(dict.fromkeys(word for words in hosts for word in words if not set(word) & set('*?!"')))
 
 
 def home() -> Path:
