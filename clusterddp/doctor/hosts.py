@@ -25,7 +25,7 @@ from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.launcher import ask_hosts, needs_of
 from clusterddp.places.ssh.network import GangNetwork, examine_network
 from clusterddp.places.ssh.session import Reply, Session
-from clusterddp.places.ssh.sessions import HostSessions, ask_all, errors_of, try_host_sessions
+from clusterddp.places.ssh.sessions import HostSessions, ask_all, errors_of, open_host_sessions
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.gang import Node
@@ -65,7 +65,7 @@ def check_hosts(
     ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
     checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
     rows: list[dict[str, Any]] = []
-    with try_host_sessions(plan, environ) as sessions:
+    with open_host_sessions(plan, environ, needed="none") as sessions:
         checks += _judge_failures(sessions.failed)
         if sessions.by_host:
             reached = tuple(node for node in plan.gang.nodes if node.host in sessions.by_host)

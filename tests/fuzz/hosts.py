@@ -106,6 +106,7 @@ def mirrored(root: Path) -> Target:
     from clusterddp.places.ssh.agent.operations import Host
     from clusterddp.places.ssh.download import download
     from clusterddp.places.ssh.host_run import HostRun, Wants, newest_attempt, report_of, update_reports
+    from clusterddp.planning.ssh import SshNode
     from clusterddp.view.status import read_status
 
     host = Host(root=root / "host", package=root, patience_s=600)
@@ -143,8 +144,8 @@ def mirrored(root: Path) -> Target:
         session = _session(answer)
         logs = frozenset({0, 1})
         host_run = HostRun(
-            run=run, name="hosts.01234567", token=TOKEN, host="gpu01", nodes=frozenset({0}), ranks=logs,
-            is_head=True, fetch=("logs", "metrics", "checkpoints"),
+            run=run, name="hosts.01234567", token=TOKEN, node=SshNode(host="gpu01"), ranks=logs,
+            fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
         asks = [{"name": host_run.name, "token": TOKEN}]
         listed = session.ask("run.look", {"runs": asks}).facts["runs"].get(host_run.name)

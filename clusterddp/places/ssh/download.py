@@ -112,7 +112,7 @@ def download(session: Asks, host_run: HostRun, files: Mapping[str, Listed], repo
     done = Downloaded()
     try:
         # A lock per host: hosts do not wait for each other, and two commands never write the same file.
-        with locked(host_run.run, f"mirror-{min(host_run.nodes)}") as free:
+        with locked(host_run.run, f"mirror-{host_run.node.node_rank}") as free:
             if not free:
                 done.goes_on = True
                 return done

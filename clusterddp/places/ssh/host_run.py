@@ -8,7 +8,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Set
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,27 +24,38 @@ from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
-    from clusterddp.planning.ssh import SshNode, SshPlan
+    from clusterddp.planning.ssh import SshNode
 
 Listed = tuple[int, int]
 """A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""
 Kind = Literal["grows", "whole", "end", "events", "large"]
 """How a file is downloaded. grows: new bytes are appended. whole: small, replaced at once. end: small, never replaced.
 events: its rows are added to the local ones. large: under a temporary name first, and checked."""
-_ATTEMPT_FACTS = re.compile(r"attempts/\d+/((start|stopped|usage|stacks/[A-Za-z0-9-]{1,40})\.json|ASKED)")
 _OF_ATTEMPT = re.compile(r"attempts/\d+/")
-_END = re.compile(r"attempts/\d+/end\.json")
-_RANK = re.compile(
-    r"attempts/(?P<attempt>\d+)/(ranks/(?P<record>\d+)(\.error)?\.json|logs/rank-(?P<log>\d+)\.(out|err|nccl)"
-    r"|results/(?P<result>\d+)\.pkl)"
-)
-_LOG_TIMES = re.compile(r"attempts/(?P<attempt>\d+)/logs/node-(?P<node>\d+)\.times")
 _MANIFEST = re.compile(r"checkpoints/step-(?P<step>\d+)-a(?P<attempt>\d+)\.json")
+_LOGS = r"attempts/(?P<attempt>\d+)/logs"
+_FILES: tuple[tuple[str, Kind, str | None], ...] = (
+    (r"attempts/\d+/ranks/(?P<rank>\d+)(\.error)?\.json", "whole", None),
+    (r"attempts/\d+/results/(?P<rank>\d+)\.pkl", "large", "results"),
+    (rf"{_LOGS}/rank-(?P<rank>\d+)\.(out|err|nccl)", "grows", "logs"),
+    (rf"{_LOGS}/node-(?P<node>\d+)\.times", "grows", "logs"),
+    (r"launcher/supervisor-(?P<node>\d+)\.log", "grows", "logs"),
+    (r"attempts/\d+/end\.json", "end", None),
+    (r"attempts/\d+/((start|stopped|usage|stacks/[A-Za-z0-9-]{1,40})\.json|ASKED)|summary\.json", "whole", None),
+    (r"metrics\.jsonl", "grows", None),
+    (r"events\.jsonl", "events", None),
+    (r"tb/(?s:.*)", "grows", "metrics"),
+    (r"(checkpoints|output)/(?s:.*)", "large", "checkpoints"),
+)
+"""The paths of files on a host, how they are downloaded, and which part of `ssh.fetch` they are; None: always wanted.
+
+A file of a rank or of a node is that host's; the others come from the head's host.
+"""
+_PATTERNS = [(re.compile(pattern), kind, part) for pattern, kind, part in _FILES]
 _QUIET_WRITE_S = 10.0
 """How old the times in `hosts.json` may get while nothing else changes."""
 _LOCK_S = 5.0
 _LOCK_POLL_S = 0.05
-_NODE_LOG = re.compile(r"launcher/supervisor-(\d+)\.log")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,9 +84,7 @@ class HostRun:
     token: str
     node: SshNode
     """The host."""
-    nodes: frozenset[int]
     ranks: frozenset[int]
-    is_head: bool
     fetch: tuple[str, ...]
     wants: Wants = Wants()
     start: str = ""
@@ -84,6 +93,10 @@ class HostRun:
     @property
     def host(self) -> str:
         return self.node.host
+
+    @property
+    def is_head(self) -> bool:
+        return self.node.node_rank == 0
 
     def wanting(self, wants: Wants) -> HostRun:
         """Return it with these wants and the current start of the run."""
@@ -96,9 +109,6 @@ class HostRun:
             return self
         return dataclasses.replace(self, wants=dataclasses.replace(self.wants, first_attempt=newest))
 
-    def fetches(self, what: str) -> bool:
-        return self.wants.results and what in self.fetch
-
     def place_of(self, path: str) -> Path:
         """Return the local path of a file of the host."""
         return self.run.launcher_dir / "head-events.jsonl" if path == "events.jsonl" else self.run.path / path
@@ -108,43 +118,27 @@ class HostRun:
 
         A host may list any name; only names below the run's directory, and none below its code, get a kind.
         """
-        rank = _RANK.fullmatch(path)
-        if rank:
-            return self._kind_of_rank_file(rank)
-        times = _LOG_TIMES.fullmatch(path)
-        if times and int(times["node"]) in self.nodes:
-            return "grows" if self._wants_logs(self.ranks, int(times["attempt"])) else None
-        log = _NODE_LOG.fullmatch(path)
-        if log:
-            return "grows" if int(log[1]) in self.nodes and self.fetches("logs") else None
-        return self._kind_of_head_file(path) if self.is_head else None
-
-    def _kind_of_rank_file(self, match: re.Match[str]) -> Kind | None:
-        if int(match["record"] or match["log"] or match["result"]) not in self.ranks:
-            return None
-        if match["record"]:
-            return "whole"
-        if match["result"]:
-            return "large" if self.wants.results else None
-        return "grows" if self._wants_logs({int(match["log"])}, int(match["attempt"])) else None
-
-    def _wants_logs(self, ranks: Set[int], attempt: int) -> bool:
-        """Return whether a log of one of these ranks is wanted of an attempt."""
-        is_wanted = bool(ranks & self.wants.logs) and attempt >= (self.wants.first_attempt or 0)
-        return is_wanted or self.fetches("logs")
-
-    def _kind_of_head_file(self, path: str) -> Kind | None:
-        if _END.fullmatch(path):
-            return "end"
-        if path == "summary.json" or _ATTEMPT_FACTS.fullmatch(path):
-            return "whole"
-        if path in {"metrics.jsonl", "events.jsonl"}:
-            return "grows" if path == "metrics.jsonl" else "events"
-        if path.startswith("tb/") and _is_safe(path):
-            return "grows" if self.fetches("metrics") else None
-        if path.startswith(("checkpoints/", "output/")) and _is_safe(path):
-            return "large" if self.fetches("checkpoints") else None
+        for pattern, kind, part in _PATTERNS:
+            if match := pattern.fullmatch(path):
+                return kind if self._has(match) and (part is None or self._wants(part, match)) else None
         return None
+
+    def _has(self, match: re.Match[str]) -> bool:
+        """Return whether a file is one that this host writes."""
+        found = match.groupdict()
+        if "rank" in found:
+            return int(found["rank"]) in self.ranks
+        if "node" in found:
+            return int(found["node"]) == self.node.node_rank
+        return self.is_head and _is_safe(match.string)
+
+    def _wants(self, part: str, match: re.Match[str]) -> bool:
+        found = match.groupdict()
+        if "attempt" in found:
+            ranks = {int(found["rank"])} if "rank" in found else self.ranks
+            if ranks & self.wants.logs and int(found["attempt"]) >= (self.wants.first_attempt or 0):
+                return True
+        return self.wants.results and part in ("results", *self.fetch)
 
 
 def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
@@ -157,7 +151,7 @@ def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
         if record.launcher != "ssh" or is_foreign(run):
             return []
         from clusterddp.planning.plan import read_plan_json
-        from clusterddp.planning.ssh import SshPlan
+        from clusterddp.planning.ssh import SshPlan, directory_name
 
         plan = read_plan_json(run)
         ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
@@ -168,7 +162,17 @@ def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
         return []  # read_state reports what is wrong with it
     if gang.token != record.token:
         return []
-    return [_host_run(node, run, record, ssh, gang) for node in ssh.hosts]
+    return [
+        HostRun(
+            run=run,
+            name=directory_name(record.run, record.token),
+            token=record.token,
+            node=node,
+            ranks=frozenset(slot.ranks),
+            fetch=ssh.fetch,
+        )
+        for node, slot in zip(ssh.hosts, gang.nodes, strict=True)
+    ]
 
 
 def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
@@ -226,8 +230,8 @@ def report_of(host_run: HostRun, answer: Mapping[str, Any], files: Mapping[str, 
         start=host_run.start,
         asked=now,
         reached=now,
-        # One machine may be two hosts of a run; each reports its own nodes.
-        alive=tuple(role for role in answer["alive"] if role[1:].isdecimal() and int(role[1:]) in host_run.nodes),
+        # One machine may be two hosts of a run, by two names; each reports its own node.
+        alive=tuple(role for role in answer["alive"] if role[1:] == str(host_run.node.node_rank)),
         boot=str(answer["boot"]),
         has_run=bool(answer["has_run"]),
         end_attempt=answer["end_attempt"],
@@ -269,17 +273,14 @@ def must_ask(host_run: HostRun, wants: Wants) -> bool:
     return bool(wants.logs & host_run.ranks) and ("logs" not in host_run.fetch or _may_have_results(host_run))
 
 
-def was_never_reached(run: RunDir) -> bool:
-    """Return whether the hosts of a run were asked, none ever answered, and its local files have no attempt."""
+def is_unknown(run: RunDir, state: RunState) -> bool:
+    """Return whether nothing is known of a run: no host has been reached since it was submitted."""
+    if state is not RunState.UNKNOWN or not is_on_hosts(run):
+        return False
     if any(attempt.start.exists() or attempt.end.exists() for attempt in run.attempts()):
         return False
     reports = read_reports(run).values()
     return any(report.error for report in reports) and not any(report.reached for report in reports)
-
-
-def is_unknown(run: RunDir, state: RunState) -> bool:
-    """Return whether nothing is known of a run: no host has been reached since it was submitted."""
-    return state is RunState.UNKNOWN and is_on_hosts(run) and was_never_reached(run)
 
 
 def raise_if_unknown(run: RunDir, view: RunView, *, asked_s: float | None = None) -> None:
@@ -342,22 +343,6 @@ def _must_write(before: Mapping[str, HostReport], after: Mapping[str, HostReport
 def _facts(reports: Mapping[str, HostReport]) -> dict[str, HostReport]:
     changing: dict[str, Any] = {"asked": 0.0, "reached": None, "last_output": None}
     return {host: dataclasses.replace(report, **changing) for host, report in reports.items()}
-
-
-def _host_run(node: SshNode, run: RunDir, record: RunRecord, ssh: SshPlan, gang: Gang) -> HostRun:
-    from clusterddp.planning.ssh import directory_name
-
-    slots = [slot for slot in gang.nodes if slot.host == node.host]
-    return HostRun(
-        run=run,
-        name=directory_name(record.run, record.token),
-        token=record.token,
-        node=node,
-        nodes=frozenset(slot.node_rank for slot in slots),
-        ranks=frozenset(rank for slot in slots for rank in slot.ranks),
-        is_head=any(slot.node_rank == 0 for slot in slots),
-        fetch=ssh.fetch,
-    )
 
 
 def _is_safe(path: str) -> bool:

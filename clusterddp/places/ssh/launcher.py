@@ -10,9 +10,8 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, SshError
 from clusterddp.facts.checks import Needs, reds_of
@@ -25,7 +24,7 @@ from clusterddp.places.ssh.reports import ask_reports
 from clusterddp.places.ssh.session import Reply, Session, ssh_argv
 from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, ask_all, open_host_sessions, raise_for
 from clusterddp.places.ssh.sync import Synchroniser
-from clusterddp.places.ssh.upload import UPLOAD_TIMEOUT_S, Progress, upload_run
+from clusterddp.places.ssh.upload import UPLOAD_TIMEOUT_S, Progress, Watch, upload_run
 from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.processes import EXEC_MODULE
@@ -59,9 +58,8 @@ _TIMEOUT_S = 60.0
 """Long, because nvidia-smi may have to wake every GPU."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Grant:
-    """The leased GPUs of a node; the agent holds the leases, too, until it ends."""
+class Grant(NamedTuple):
+    """The leased GPUs of a host; the agent holds the lease, too, until it ends."""
 
     gpus: tuple[str, ...] = ()
     """For CUDA_VISIBLE_DEVICES."""
@@ -163,14 +161,14 @@ class SshLauncher:
 
         Raises: SshError: no host can be reached. ClusterddpError: a process cannot be killed.
         """
-        return self._end(run, patience_s=0.0, all_needed=False) > 0
+        return self._end(run, patience_s=0.0, needed="one") > 0
 
     def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Kill leftover processes of a run that has ended, on all hosts; return their number.
 
         Raises: SshError: a host cannot be reached. ClusterddpError: a process cannot be killed.
         """
-        return self._end(run, patience_s=_END_PATIENCE_S, all_needed=True)
+        return self._end(run, patience_s=_END_PATIENCE_S, needed="all")
 
     def probe(self, records: Records, slurm: Slurm) -> Answer:
         """Say what the hosts have last reported; a command that needs the current state synchronises first."""
@@ -182,14 +180,14 @@ class SshLauncher:
         facts = {"name": directory_name(plan.run, plan.token), "what": what, "reason": reason}
         replies = [reply for reply in sync.ask_hosts(run, "run.ask", facts).values() if not isinstance(reply, SshError)]
         if not replies:
-            with open_host_sessions(plan, self._environ, all_needed=False) as sessions:
+            with open_host_sessions(plan, self._environ, needed="one") as sessions:
                 replies = [reply.facts for reply in sessions.ask_willing("run.ask", facts).values()]
         return any(reply["found"] for reply in replies)
 
-    def _end(self, run: RunDir, *, patience_s: float, all_needed: bool) -> int:
+    def _end(self, run: RunDir, *, patience_s: float, needed: Literal["all", "one"]) -> int:
         """End the run's processes on its hosts; return their number."""
         plan = read_plan(run)
-        with open_host_sessions(plan, self._environ, all_needed=all_needed) as sessions:
+        with open_host_sessions(plan, self._environ, needed=needed) as sessions:
             facts = {"tokens": [plan.token], "patience_s": patience_s}
             replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
         ended = {host: ended for host, reply in replies.items() for ended in reply.facts["ended"]}
@@ -199,50 +197,46 @@ class SshLauncher:
         return sum(each.ended for each in ended.values())
 
 
-class _UploadReport:
-    """Reports the progress of an upload of 5 MB or more: at once, then every 5 s."""
+def _upload_report(report: Report) -> Watch:
+    """Report the progress of an upload of 5 MB or more: at once, then every 5 s."""
+    reported_at: float | None = None
 
-    def __init__(self, report: Report) -> None:
-        self._report = report
-        self._reported_at: float | None = None
-
-    def __call__(self, progress: Progress) -> None:
+    def watch(progress: Progress) -> None:
+        nonlocal reported_at
         now = time.monotonic()
-        too_soon = self._reported_at and now - self._reported_at < _REPORT_INTERVAL_S
-        if progress.total_bytes < _MIN_REPORTED_BYTES or too_soon:
-            return
-        done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if self._reported_at else ""
-        self._reported_at = now
-        self._report(f"{progress}{done}")
+        too_soon = reported_at and now - reported_at < _REPORT_INTERVAL_S
+        if progress.total_bytes >= _MIN_REPORTED_BYTES and not too_soon:
+            done = f", {progress.sent_bytes / progress.total_bytes:.0%} done" if reported_at else ""
+            reported_at = now
+            report(f"{progress}{done}")
+
+    return watch
 
 
-def lease_gpus(sessions: Mapping[int, Session], counts: Mapping[int, int], *, run: str) -> dict[int, Grant]:
-    """Lease GPUs for every node (`sessions` and `counts` by node rank).
+def lease_gpus(sessions: Mapping[str, Session], counts: Mapping[str, int], *, run: str) -> dict[str, Grant]:
+    """Lease GPUs on every host (`sessions` and `counts` by host).
 
     After an error the caller closes the sessions, which ends the leases.
     Raises: GpusInUseError: GPUs are in use; the message names their users. SshError: a host has too few GPUs, or does
     not answer.
     """
-    nodes: dict[str, list[int]] = {}
-    for node in sorted(node for node in sessions if counts.get(node)):
-        nodes.setdefault(sessions[node].host, []).append(node)
-    by_host = {host: sessions[first] for host, (first, *_) in nodes.items()}
+    asked = {host: session for host, session in sessions.items() if counts[host]}
 
     def wanted(host: str) -> dict[str, Any]:
-        return {"run": run, "counts": [counts[node] for node in nodes[host]]}
+        return {"run": run, "count": counts[host]}
 
-    grants = {node: Grant() for node in sessions}
+    grants = dict.fromkeys(sessions, Grant())
     busy = []
-    for host, reply in ask_all(by_host, "host.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
+    for host, reply in ask_all(asked, "host.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
         if isinstance(reply, SshError):
             raise reply
-        if reply.facts["gpus"] is None:
+        gpus = reply.facts["gpus"]
+        if gpus is None:
             busy.append(f"{host}: {spell_busy(reply.facts['busy'])}")
-            continue
-        if not len(reply.facts["gpus"]) == len(reply.facts["hold"]) == len(nodes[host]):
-            raise NonsenseError(host, f"leases of {len(reply.facts['gpus'])} nodes, for {len(nodes[host])}")
-        for node, gpus, hold in zip(nodes[host], reply.facts["gpus"], reply.facts["hold"], strict=True):
-            grants[node] = Grant(gpus=tuple(gpus), hold=tuple(hold))
+        elif len(gpus) != counts[host]:
+            raise NonsenseError(host, f"a lease of {len(gpus)} GPUs, for {counts[host]}")
+        else:
+            grants[host] = Grant(tuple(gpus), tuple(reply.facts["hold"]))
     if busy:
         raise GpusInUseError("\n".join([f"{run}: GPUs are in use", *sorted(busy)]), hint="submit it when they are free")
     return grants
@@ -288,19 +282,16 @@ def needs_of(plan: Plan) -> dict[str, Needs]:
     """Return what the run needs on each of its hosts."""
     assert plan.ssh is not None
     train = plan.spec.get("train") or {}
-    counts: dict[str, int] = {}
-    for node in plan.ssh.hosts:
-        counts[node.host] = counts.get(node.host, 0) + node.gpus
     return {
-        host: Needs(
+        node.host: Needs(
             trainer=plan.gang.entry.target == TRAINER,
-            use_gpus=count > 0,
-            num_gpus=count,
+            use_gpus=node.gpus > 0,
+            num_gpus=node.gpus,
             nccl=plan.gang.backend == "nccl",
             download=bool(train.get("download", True)),
             sent_bytes=sum(send.bytes for send in plan.ssh.send),
         )
-        for host, count in counts.items()
+        for node in plan.ssh.hosts
     }
 
 
@@ -319,17 +310,17 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
     if submission:
         _refuse_other_pythons(run, sessions)
     assert sessions.plan.ssh is not None
-    counts = {node.node_rank: node.gpus for node in sessions.plan.ssh.hosts}
-    grants = lease_gpus(sessions.by_node, counts, run=sessions.plan.run)
+    counts = {node.host: node.gpus for node in sessions.plan.ssh.hosts}
+    grants = lease_gpus(sessions.by_host, counts, run=sessions.plan.run)
     code = run.code.resolve() if run.code.is_symlink() else None
     uploaded = upload_run(
         sessions.by_host,
         code=code,
         send=[(each.source, each.target) for each in sessions.plan.ssh.send],
-        watch=_UploadReport(report),
+        watch=_upload_report(report),
     )
     gang, warnings = settle_network(sessions.plan.gang, sessions.by_host)
-    nodes = tuple(dataclasses.replace(node, gpus=grants[node.node_rank].gpus) for node in gang.nodes)
+    nodes = tuple(dataclasses.replace(node, gpus=grants[node.host].gpus) for node in gang.nodes)
     plan = dataclasses.replace(sessions.plan, gang=dataclasses.replace(gang, nodes=nodes))
     plan = dataclasses.replace(plan, notes=(*plan.notes, *warnings))
     for note in (*uploaded.notes, *warnings):
@@ -386,7 +377,7 @@ def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt
 
 
 def _prepare(
-    plan: Plan, sessions: HostSessions, grants: Mapping[int, Grant], of_run: Mapping[str, Any], submission: bytes
+    plan: Plan, sessions: HostSessions, grants: Mapping[str, Grant], of_run: Mapping[str, Any], submission: bytes
 ) -> list[SupervisorOrder]:
     """Make the run's directory on every host; return each supervisor's order.
 
@@ -415,7 +406,7 @@ def _prepare(
             attempt=of_run["attempt"],
             link=None,
             parent_bound=True,
-            hold=tuple(grants[node.node_rank].hold),
+            hold=grants[node.host].hold,
             over_ssh=True,
         )
         for node in plan.gang.nodes

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.places.ssh.connections import EACH_S, Connector, call_each, fulfil
@@ -72,16 +72,12 @@ class HostSessions:
 
     plan: Plan
     by_host: dict[str, Session]
-    """By the host's name in the spec; a host with several nodes has one session."""
+    """By the host's name in the spec."""
     failed: dict[str, SshError] = field(default_factory=dict)
     """The errors of hosts that did not answer."""
 
     def of_node(self, node_rank: int) -> Session:
         return self.by_host[self.plan.gang.nodes[node_rank].host]
-
-    @property
-    def by_node(self) -> dict[int, Session]:
-        return {node.node_rank: self.by_host[node.host] for node in self.plan.gang.nodes}
 
     def ask_all(
         self,
@@ -156,27 +152,21 @@ class Heartbeats:
                 wait_s = HEARTBEAT_INTERVAL_S
 
 
-def open_host_sessions(plan: Plan, environ: Mapping[str, str], *, all_needed: bool = True) -> HostSessions:
-    """Open a session with every host of a run.
+def open_host_sessions(
+    plan: Plan, environ: Mapping[str, str], *, needed: Literal["all", "one", "none"] = "all"
+) -> HostSessions:
+    """Open a session with every host of a run; put the errors of the others into `failed`.
 
-    Raises: SshError, PreflightError: a host cannot be used; with `all_needed` False, no host can be used.
+    Raises: SshError, PreflightError: fewer hosts can be used than are needed.
     """
-    sessions = try_host_sessions(plan, environ)
-    if sessions.failed and (all_needed or not sessions.by_host):
+    assert plan.ssh is not None
+    results = open_sessions(plan.ssh.hosts, environ=environ)
+    by_host = {host: result for host, result in results.items() if isinstance(result, Session)}
+    sessions = HostSessions(plan=plan, by_host=by_host, failed=errors_of(results))
+    if sessions.failed and (needed == "all" or (needed == "one" and not by_host)):
         sessions.close()
         raise_for(sessions.failed.values())
     return sessions
-
-
-def try_host_sessions(plan: Plan, environ: Mapping[str, str]) -> HostSessions:
-    """Open a session with every host of a run; put the errors of the others into `failed`."""
-    assert plan.ssh is not None
-    results = open_sessions(plan.ssh.hosts, environ=environ)
-    return HostSessions(
-        plan=plan,
-        by_host={host: result for host, result in results.items() if isinstance(result, Session)},
-        failed=errors_of(results),
-    )
 
 
 def errors_of(results: Mapping[str, object]) -> dict[str, SshError]:

@@ -115,10 +115,10 @@ def test_a_host_without_a_network_is_refused() -> None:
         probe_network(gang, {"gpu01": session})
 
 
-def test_fewer_leases_than_nodes_are_refused() -> None:
+def test_a_lease_of_fewer_gpus_than_were_asked_for_is_refused() -> None:
     session = hostile_session(lambda request: say(gpus=[], hold=[], busy={}))
-    with pytest.raises(SshError, match="gpu01: ask: the answer of its agent is invalid: leases of 0 nodes, for 1"):
-        lease_gpus({0: session}, {0: 1}, run="brisk-otter-3")
+    with pytest.raises(SshError, match="gpu01: ask: the answer of its agent is invalid: a lease of 0 GPUs, for 1"):
+        lease_gpus({"gpu01": session}, {"gpu01": 1}, run="brisk-otter-3")
 
 
 def test_a_host_that_lists_nothing_old_is_an_error_of_that_host() -> None:

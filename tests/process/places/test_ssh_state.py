@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.places.ssh.host_run import was_never_reached
+from clusterddp.places.ssh.host_run import is_unknown
 from clusterddp.places.ssh.reports import ago, reports_path
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, write_end
@@ -190,14 +190,14 @@ def test_a_damaged_file_of_reports_counts_as_none(hosts: Hosts) -> None:
 def test_nothing_is_known_of_one_whose_hosts_were_never_reached(hosts: Hosts) -> None:
     hosts.down.update(hosts.names)
     hosts.look()
-    assert was_never_reached(hosts.run)
+    assert is_unknown(hosts.run, RunState.UNKNOWN)
 
 
 def test_something_is_known_of_one_that_was_reached_once(hosts: Hosts) -> None:
     hosts.look()
     hosts.down.update(hosts.names)
     hosts.look()
-    assert not was_never_reached(hosts.run)
+    assert not is_unknown(hosts.run, RunState.UNKNOWN)
 
 
 @pytest.mark.root

@@ -30,21 +30,18 @@ from clusterddp.places.ssh.launcher import lease_gpus
 from clusterddp.planning.ssh import SshNode
 from clusterddp.places.ssh.sessions import open_sessions
 order = json.loads(sys.argv[1])
-names = [name.split()[0] for name in order["gpus"]]
-accesses = [SshNode(host=host, venv=order["venv"]) for host in dict.fromkeys(names)]
-sessions = open_sessions(accesses, environ=os.environ)
+nodes = [SshNode(host=host, venv=order["venv"]) for host in order["gpus"]]
+sessions = open_sessions(nodes, environ=os.environ)
 say = lambda **words: print(json.dumps(words), flush=True)
 say(pid=os.getpid())
-nodes = dict(enumerate(sessions[name] for name in names))
 try:
-    counts = dict(enumerate(order["gpus"].values()))
-    grants = lease_gpus(nodes, counts, run=order["run"])
+    grants = lease_gpus(sessions, order["gpus"], run=order["run"])
     say(gpus=[grant.gpus for grant in grants.values()])
     sys.stdin.read()
 except PreflightError as error:
     say(refused=error.message, hint=error.hint)
 finally:
-    for session in nodes.values():
+    for session in sessions.values():
         session.close()
 """
 
@@ -123,12 +120,6 @@ def test_a_run_that_is_refused_holds_nothing(launchers: Launchers) -> None:
     launchers.lease("brisk-otter-3", {"node2": 1})
     launchers.lease("shy-lynx-1", {"node1": 2, "node2": 2})
     assert launchers.lease("calm-wren-2", {"node1": 2})[1] == {"gpus": [["0", "1"]]}
-
-
-def test_two_nodes_on_one_host_get_different_gpus(launchers: Launchers) -> None:
-    order = {"node1": 1, "node1 again": 1}
-    assert launchers.lease("brisk-otter-3", order)[1] == {"gpus": [["0"], ["1"]]}
-    assert launchers.lease("shy-lynx-1", order)[1]["refused"].endswith("node1: GPUs 0 and 1: run brisk-otter-3")
 
 
 def test_a_process_that_computes_without_a_lease_is_named(launchers: Launchers) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import sys
 import time
 from typing import Any
@@ -50,33 +49,25 @@ def read_facts(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any
 
 
 def lease(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Lease free GPUs for the nodes of `run` on this host, `counts` of them; all or none.
+    """Lease `count` free GPUs for the node of `run` on this host; all or none.
 
-    The answer has for each node `gpus`, for CUDA_VISIBLE_DEVICES, and `hold`, the descriptors for its supervisor. When
-    too few are free for some seconds, `gpus` is null, and `busy` maps GPUs to their users. The agent holds the leases
-    until it ends.
+    The answer has `gpus`, for CUDA_VISIBLE_DEVICES, and `hold`, the descriptors for its supervisor. When too few are
+    free for some seconds, `gpus` is null, and `busy` maps GPUs to their users. The agent holds the lease until it ends.
 
     Raises: ClusterddpError: the host does not have so many.
     """
     environ = inherited_environment()
     listed = list_gpus(environ)
     gpus = visible_gpus(environ, listed)
-    count = sum(request["counts"])
+    count = request["count"]
     if len(gpus) < count:
         raise ClusterddpError(f"{count} GPUs are asked for, and there are {len(gpus)}")
     deadline = time.monotonic() + ENDING_S
     while True:
         busy = busy_gpus(environ, gpus=gpus, listed=listed)
-        free = [gpu for gpu in gpus if gpu not in busy]
-        if len(free) >= count:
-            left = iter(free)
-            parts = [list(itertools.islice(left, wanted)) for wanted in request["counts"]]
-            leases = [take_leases(part, request["run"], listed) for part in parts]
-            taken = [each for each in leases if each is not None]
-            if len(taken) == len(parts):
-                return {"gpus": parts, "hold": [host.hold(each).descriptors for each in taken], "busy": {}}
-            for each in taken:
-                each.close()
+        free = [gpu for gpu in gpus if gpu not in busy][:count]
+        if len(free) == count and (taken := take_leases(free, request["run"], listed)) is not None:
+            return {"gpus": free, "hold": host.hold(taken).descriptors, "busy": {}}
         if time.monotonic() > deadline:
             return {"gpus": None, "hold": [], "busy": busy}
         time.sleep(_PAUSE_S)

@@ -113,8 +113,7 @@ OPERATIONS: Mapping[str, Operation] = {
         {"facts": Machine},
     ),
     "host.lease": Operation(
-        {"counts": list[int], "run": str},
-        {"gpus": list[list[str]] | None, "hold": list[list[int]], "busy": dict[str, str]},
+        {"count": int, "run": str}, {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str]}
     ),
     "host.listen": Operation(
         {"nonce": str | None, "name": str, "head": bool | None, "master_port": int | None},
