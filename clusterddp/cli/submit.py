@@ -290,7 +290,7 @@ def _show(plan: Any, job: SlurmPlan | None, text: ModuleType, terminal: Terminal
     """
     verdict = None
     if job:
-        from clusterddp.places.slurm.ask import ask_scheduler
+        from clusterddp.places.slurm.launcher import ask_scheduler
 
         verdict = ask_scheduler(job, terminal.environ)
     if options.output == "json":

@@ -67,9 +67,8 @@ def check_plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str
     yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is None:
         return
-    from clusterddp.places.slurm.ask import ask_scheduler
     from clusterddp.places.slurm.explain import advise_refusal
-    from clusterddp.places.slurm.launcher import SlurmLauncher
+    from clusterddp.places.slurm.launcher import SlurmLauncher, ask_scheduler
 
     try:
         SlurmLauncher(environ).check(plan)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
+
+from clusterddp.planning.processes import EXEC_MODULE
+from clusterddp.run.stacks import request_stacks
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
@@ -38,68 +42,20 @@ class Started:
     """The open connections that an attached run depends on; it ends when they are closed or this process ends."""
 
 
-class Launcher(Protocol):
-    """Ends the processes of runs and says what is left of them, for a command that has the environment `environ`.
+class Launcher:
+    """Starts and ends the processes of runs, and says what is left of them, for a command with this environment.
 
-    It keeps no state of its own. `sync` updates the local files of remote runs.
+    It keeps no state of its own. `sync` updates the local files of remote runs. What a place does not do otherwise
+    stands here: processes on this machine that look for the run's files.
     """
 
-    @property
-    def killed(self) -> str:
-        """The reason recorded for a cancelled run that `end_by_force` had to end."""
+    killed = "cancelled; its supervisors did not answer"
+    """The reason recorded for a cancelled run that `end_by_force` had to end."""
+    things = "processes"
+    """What `clear_away` counts, in the plural."""
 
-    @property
-    def things(self) -> str:
-        """What `clear_away` counts, in the plural."""
-
-    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
-        """Ask a run to checkpoint and end; its STOP file is written already.
-
-        Raises: ClusterddpError: the run cannot be reached.
-        """
-
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
-        """Ask the head of a run where its ranks are; return the id of the report that it will write.
-
-        Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
-        """
-
-    def exec_argv(
-        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
-    ) -> list[str]:
-        """Return the program that runs a command on the machine, and in the job, of a running rank.
-
-        `words`: the arguments of node/exec_command.py after the run's directory. `terminal`: somebody types into it.
-        Raises: ClusterddpError: the job of the rank does not run, or it is in a container.
-        """
-
-    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
-        """Ask a run to end at once; its CANCEL file is written already. True: the run will record its own end.
-
-        Raises: ClusterddpError: the run cannot be reached.
-        """
-
-    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
-        """End a run that does not answer; False when no process or job of it was left.
-
-        Raises: ClusterddpError: a process or job cannot be reached or ended.
-        """
-
-    def clear_away(self, run: RunDir, record: RunRecord) -> int:
-        """End leftover processes or jobs of a run that has ended; return their number.
-
-        Raises: ClusterddpError: one of them cannot be reached or ended.
-        """
-
-    def observer(self) -> Slurm | None:
-        """Return the `slurm` that `probe` queries while a run is being ended; None where it queries none."""
-
-    def probe(self, records: Records, slurm: Slurm) -> Answer:
-        """Say whether anything is left of a run without a final end that will record its end."""
-
-
-class Starter(Launcher, Protocol):
-    """Starts the processes of runs, too."""
+    def __init__(self, environ: Mapping[str, str]) -> None:
+        self._environ = environ
 
     def check(self, plan: Plan) -> None:
         """Refuse a start that is known to fail, before anything is written.
@@ -113,12 +69,67 @@ class Starter(Launcher, Protocol):
         Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have
         started.
         """
+        raise NotImplementedError
 
     def withdraw(self, run: RunDir) -> str:
-        """Undo an interrupted start; return a sentence on the result, or an empty string."""
+        """Undo an interrupted start that left something; return a sentence on the result, or an empty string."""
+        return ""
 
     def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start; values that depend on the machines' state are read again.
 
         Raises: UsageError, PreflightError: the run cannot start again, or not now.
         """
+        raise NotImplementedError
+
+    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
+        """Ask a run to checkpoint and end, where it does not look for its STOP file, which is written already.
+
+        Raises: ClusterddpError: the run cannot be reached.
+        """
+
+    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
+        """Ask the head of a run where its ranks are; return the id of the report that it will write.
+
+        Raises: ClusterddpError: the run cannot be reached. UsageError: no supervisor of ours has its ranks.
+        """
+        return request_stacks(attempt)
+
+    def exec_argv(
+        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
+    ) -> list[str]:
+        """Return the program that runs a command on the machine, and in the job, of a running rank.
+
+        `words`: the arguments of node/exec_command.py after the run's directory. `terminal`: somebody types into it.
+        Raises: ClusterddpError: the job of the rank does not run, or it is in a container.
+        """
+        return [sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
+
+    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
+        """Ask a run to end at once; its CANCEL file is written already. True: the run will record its own end.
+
+        Raises: ClusterddpError: the run cannot be reached.
+        """
+        return True
+
+    def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
+        """End a run that does not answer; False when no process or job of it was left.
+
+        Raises: ClusterddpError: a process or job cannot be reached or ended.
+        """
+        raise NotImplementedError
+
+    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+        """End leftover processes or jobs of a run that has ended; return their number.
+
+        Raises: ClusterddpError: one of them cannot be reached or ended.
+        """
+        raise NotImplementedError
+
+    def observer(self) -> Slurm | None:
+        """Return the `slurm` that `probe` queries while a run is being ended; None where it queries none."""
+        return None
+
+    def probe(self, records: Records, slurm: Slurm) -> Answer:
+        """Say whether anything is left of a run without a final end that will record its end."""
+        raise NotImplementedError

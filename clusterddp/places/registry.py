@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from clusterddp.errors import UsageError
-from clusterddp.places.base import Launcher, Starter
+from clusterddp.places.base import Launcher
 from clusterddp.run.record import BY_HAND, FOREIGN, WORKER
 
 
@@ -18,22 +18,7 @@ def launcher_named(name: str, environ: Mapping[str, str]) -> Launcher:
         from clusterddp.places.worker.launcher import ExternalLauncher
 
         return ExternalLauncher(environ)
-    # A node of worker's ends and is read as a local run is.
-    return starter_named("local" if name in {WORKER, "join"} else name, environ)
-
-
-def starter_named(name: str, environ: Mapping[str, str], *, run: str = "") -> Starter:
-    """Return the launcher that starts `run`.
-
-    Raises: UsageError: the run's processes were started by hand or by another launcher. KeyError: as `launcher_named`.
-    """
-    if name in BY_HAND:
-        command, where = BY_HAND[name]
-        raise UsageError(
-            f"{run}: clusterddp worker started it, and has to start it again",
-            hint=f"{command} --resume {run}, {where}, goes on with it",
-        )
-    if name == "local":
+    if name in {"local", WORKER, "join"}:  # a node of worker's ends and is read as a local run is
         from clusterddp.places.local.launcher import LocalLauncher
 
         return LocalLauncher(environ)
@@ -46,3 +31,17 @@ def starter_named(name: str, environ: Mapping[str, str], *, run: str = "") -> St
 
         return SshLauncher(environ)
     raise KeyError(name)
+
+
+def starter_named(name: str, environ: Mapping[str, str], *, run: str = "") -> Launcher:
+    """Return the launcher that starts `run`.
+
+    Raises: UsageError: the run's processes were started by hand or by another launcher. KeyError: as `launcher_named`.
+    """
+    if name in BY_HAND:
+        command, where = BY_HAND[name]
+        raise UsageError(
+            f"{run}: clusterddp worker started it, and has to start it again",
+            hint=f"{command} --resume {run}, {where}, goes on with it",
+        )
+    return launcher_named(name, environ)

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.commands import run_slurm
-from clusterddp.places.slurm.find_job import cancel_job, wait_for_job
 from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variables_for
 from clusterddp.places.slurm.queue import Slurm
+from clusterddp.places.slurm.state import cancel_job, wait_for_job
 from clusterddp.places.state import announce, read_state
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment

@@ -19,7 +19,7 @@ from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.places.slurm.ask import Verdict
+    from clusterddp.places.slurm.launcher import Verdict
     from clusterddp.planning.plan import Plan
     from clusterddp.planning.ssh import SshNode, SshPlan
     from clusterddp.run.gang import Entry

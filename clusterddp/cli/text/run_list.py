@@ -22,7 +22,7 @@ from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.places.slurm.ask import Verdict
+    from clusterddp.places.slurm.launcher import Verdict
     from clusterddp.submission.sweep_plan import SweepPlan
     from clusterddp.view.status import RunSummary
     from clusterddp.view.sweep import SweepStatus

@@ -11,28 +11,24 @@ import dataclasses
 import os
 import socket
 import subprocess
-import sys
 import time
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.places.base import Report, Started, no_report
+from clusterddp.places.base import Launcher, Report, Started, no_report
 from clusterddp.places.local.task import BEGUN, GPUS_TAKEN
 from clusterddp.planning.placement import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import move_plan, plan_json, read_plan
-from clusterddp.planning.processes import EXEC_MODULE, launcher_command, process_environment
+from clusterddp.planning.processes import launcher_command, process_environment
 from clusterddp.ranks.environment import cookie
 from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising
-from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.record import ProcessIdentity, RankRecord, RunRecord, read_run
-from clusterddp.run.stacks import request_stacks
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.state import START_GRACE_S, Answer, Records
 from clusterddp.system.files import read_tail, write_json
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
-    from clusterddp.places.ssh.sync import Synchroniser
     from clusterddp.planning.plan import Plan
 
 _TRIES = 5
@@ -41,17 +37,8 @@ START_TIMEOUT_S = 60.0
 CLEAR_TIMEOUT_S = 5.0
 
 
-class LocalLauncher:
+class LocalLauncher(Launcher):
     """Runs on this machine."""
-
-    killed = "cancelled; its supervisors did not answer"
-    things = "processes"
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def check(self, plan: Plan) -> None:
-        """Refuse nothing: planning has checked everything already."""
 
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Start the attempt; return when its task begins.
@@ -86,10 +73,6 @@ class LocalLauncher:
             end_processes(f"{token}.", timeout_s=5.0)
             raise
 
-    def withdraw(self, run: RunDir) -> str:
-        """Return an empty string: an interrupted `start` leaves no process."""
-        return ""
-
     def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start, with the GPUs and the host name of now.
 
@@ -97,27 +80,6 @@ class LocalLauncher:
         """
         nodes = place_here(lambda machine: assign_gpus(plan.run, plan.gang.nodes, machine), self._environ)
         return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
-
-    def observer(self) -> Slurm | None:
-        """Return None: the state follows from files and processes."""
-        return None
-
-    def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
-        """Do nothing: the supervisors look for the CANCEL file four times a second and record the end."""
-        return True
-
-    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
-        """Do nothing: the supervisors look for the STOP file four times a second."""
-
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
-        """Ask by a file, for which the head lists the attempt's directory twice a second."""
-        return request_stacks(attempt)
-
-    def exec_argv(
-        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
-    ) -> list[str]:
-        """Return the program for this machine."""
-        return [sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill a run whose supervisors hang or are stopped; False when it has no process.

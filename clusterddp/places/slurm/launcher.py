@@ -1,4 +1,7 @@
-"""The slurm launcher: submits a run as one job; when sbatch's answer is unclear, it finds the job by its tag."""
+"""The slurm launcher: submits a run as one job; when sbatch's answer is unclear, it finds the job by its tag.
+
+The scheduler's verdict on a job before it is submitted (`sbatch --test-only`): accepted, and its estimated start.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +11,28 @@ import re
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
-from clusterddp.places.base import Report, Started, no_report
-from clusterddp.places.slurm.commands import run_slurm
+from clusterddp.places.base import Launcher, Report, Started, no_report
+from clusterddp.places.slurm.commands import call_slurm, run_slurm
 from clusterddp.places.slurm.explain import advise_refusal
-from clusterddp.places.slurm.find_job import cancel_job, find_job, is_over, signal_batch, wait_for_end, wait_for_job
 from clusterddp.places.slurm.queue import Phase, Slurm
-from clusterddp.places.slurm.state import ask_slurm
+from clusterddp.places.slurm.state import (
+    ask_slurm,
+    cancel_job,
+    find_job,
+    is_over,
+    signal_batch,
+    wait_for_end,
+    wait_for_job,
+)
 from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.planning.processes import EXEC_MODULE, python_path, travelling_variables
 from clusterddp.planning.program import TRAINER
-from clusterddp.planning.slurm import IMPORT_PATH, find_dependency, without_waiting
+from clusterddp.planning.slurm import IMPORT_PATH, SlurmPlan, find_dependency, without_waiting
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_tag
 from clusterddp.run.record import (
@@ -34,7 +45,6 @@ from clusterddp.run.record import (
     write_job_answer,
     write_run,
 )
-from clusterddp.run.stacks import request_stacks
 from clusterddp.run.state import Answer, Records
 from clusterddp.run.sweep import SweepDir
 from clusterddp.spec.train import FOLDER, is_there
@@ -42,7 +52,7 @@ from clusterddp.system.files import write_json
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.sync import Synchroniser
-    from clusterddp.run.directory import AttemptDir
+
 
 _END_TIMEOUT_S = 60.0
 """How long a job may take to end after scancel: Slurm's KillWait (30 s by default) and a reserve."""
@@ -51,14 +61,11 @@ _SHARES_GPUS_SINCE = (22, 5)
 """The release from which on an overlapping step shares GPUs: before, it waits for those that the ranks have."""
 
 
-class SlurmLauncher:
+class SlurmLauncher(Launcher):
     """Runs as jobs of Slurm."""
 
     killed = "cancelled; Slurm has ended its job"
     things = "jobs"
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
 
     def check(self, plan: Plan) -> None:
         """Check that the data set is there before the job takes its GPUs: nodes often have no internet.
@@ -125,10 +132,6 @@ class SlurmLauncher:
         job = find_job(run, record, self._environ)
         if job is not None and not is_over(job):
             signal_batch(record.name, record, job, self._environ)
-
-    def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
-        """Ask by a file, for which the head lists the attempt's directory twice a second."""
-        return request_stacks(attempt)
 
     def exec_argv(
         self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
@@ -325,3 +328,35 @@ def _is_elsewhere(plan: Plan, data_dir: Path) -> bool:
     mounts = (plan.slurm.container or {}).get("mounts", ())
     inside = [Path(parts[1]) for mount in mounts if len(parts := mount.split(":")) > 1]
     return (named and not data_dir.exists()) or any(data_dir.is_relative_to(target) for target in inside)
+
+
+_START = re.compile(r"to start at (\S+) (?:a )?using (\d+) processors on nodes (\S+)(?: in partition (\S+))?")
+"""Slurm 26.05 has an `a` before `using`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Verdict:
+    """The scheduler's answer to `sbatch --test-only`."""
+
+    accepted: bool | None
+    """None: the scheduler could not be asked."""
+    words: str
+    start: str | None = None
+    """When the job would start if it were submitted now, in the cluster's local time."""
+    nodes: str | None = None
+    """Where it would start, as a host list."""
+
+
+def ask_scheduler(plan: SlurmPlan, environ: Mapping[str, str]) -> Verdict:
+    """Ask the scheduler about the job with the argv of the submit; an error becomes a verdict."""
+    try:
+        # The script goes over standard input: a dry run writes no file.
+        done = call_slurm([*plan.sbatch, "--test-only"], environ=environ, stdin=plan.script)
+    except SlurmError as error:
+        unasked = error.transient or error.reason in {"no command", "cannot run", "no cluster"}
+        return Verdict(accepted=None if unasked else False, words=error.message)
+    words = " ".join(line.strip().removeprefix("sbatch: ") for line in done.stderr.splitlines() if line.strip())
+    match = _START.search(words)
+    if match is None:
+        return Verdict(accepted=True, words=words or "no estimate of the start")
+    return Verdict(accepted=True, words=words, start=match[1], nodes=match[3])

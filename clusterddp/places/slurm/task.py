@@ -47,25 +47,22 @@ _RECORD_S = 8.0
 
 def main() -> int:
     """Serve the node's supervisor; the exit code is the rank's."""
-    holder = Holder()
     try:
-        run_dir, attempt = Path(sys.argv[1]), int(sys.argv[2])
-        place = read_place(os.environ)
-        gang = _read_gang(run_dir, place)
-        task = Task(run_dir, attempt, place, gang, holder)
+        return Task(Path(sys.argv[1]), int(sys.argv[2])).serve()
     except ClusterddpError as error:
         hint = f"; hint: {error.hint}" if error.hint else ""
         sys.stderr.write(f"clusterddp: {socket.gethostname()}: {error.message}{hint}\n")
         return 1
-    return task.serve()
 
 
-class Holder:
-    """Holds a rank for the supervisor; `serve` returns when the supervisor lets it exit, or has ended."""
+class Task:
+    """One task of the step: it holds its rank for the supervisor of its node."""
 
-    def __init__(self) -> None:
-        self.forward: Callable[[int], object] = lambda number: None
-        """Receives each signal that asks for a stop; those before `serve` when it begins."""
+    def __init__(self, run_dir: Path, attempt: int) -> None:
+        self._run_dir = run_dir
+        self._attempt = attempt
+        self._forward: Callable[[int], object] = lambda number: None
+        """Receives each signal that asks for a stop."""
         self._rank_pid: int | None = None
         self._returncode: int | None = None
         self._reader, writer = os.pipe()
@@ -76,15 +73,25 @@ class Holder:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         become_subreaper()
-        self._sock: socket.socket
+        self._place = place = read_place(os.environ)
+        gang = _read_gang(run_dir, place)
+        self._name = socket_name(
+            gang["token"],
+            job=place.job_id,
+            start=place.restart_count,
+            step=place.step_id,
+            attempt=attempt,
+            node_rank=place.node_rank,
+        )
+        if place.local_rank == 0:
+            self._start_supervisor(gang)
+        self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
 
-    def serve(self, sock: socket.socket, here: dict[str, Any]) -> int | None:
-        """Send `here`, carry out the supervisor's orders, and return the exit code of its `leave`; None: it has ended.
-
-        `exit_code` gives the rank's own exit code, where that is not 0.
-        """
-        self._sock = sock
-        self._send({"kind": "here", **here})
+    def serve(self) -> int:
+        """Obey the supervisor's orders until it lets this task exit, or has ended; return the exit code."""
+        binding = os.environ.get("SLURMD_TRES_BIND", "") + os.environ.get("SLURM_TRES_BIND", "")
+        gpus = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus_bound": "gpu:" in binding}
+        self._send({"kind": "here", "rank": self._place.rank, **gpus})
         poll = select.poll()
         poll.register(self._sock, select.POLLIN)
         poll.register(self._reader, select.POLLIN)
@@ -95,20 +102,21 @@ class Holder:
             order = self._receive()
             if order is None:
                 continue
-            if order["kind"] == "leave":
-                return int(order["exit_code"])
             if order["kind"] == "gone":
-                return None
+                return self._survive()
+            if order["kind"] == "leave":
+                self._await_end_of_supervisor()
+                return self._exit_code(int(order["exit_code"]))
             self._obey(order)
 
-    def kill_rank(self) -> None:
+    def _kill_rank(self) -> None:
         """Kill the rank, because its supervisor has ended."""
         if self._rank_pid is not None:
             signal_group(self._rank_pid, signal.SIGKILL)
             os.waitpid(self._rank_pid, 0)
             self._returncode = self._returncode if self._returncode is not None else -signal.SIGKILL
 
-    def exit_code(self, otherwise: int) -> int:
+    def _exit_code(self, otherwise: int) -> int:
         """Return the rank's exit code as a shell has it; `otherwise` where it is 0 or there is none."""
         code = self._returncode
         if code is None:
@@ -153,7 +161,7 @@ class Holder:
             while data := os.read(self._reader, 4096):
                 numbers |= set(data)
         for number in sorted(numbers & STOP_SIGNALS):
-            self.forward(number)
+            self._forward(number)
 
     def _look_at_children(self) -> None:
         """Report the rank's end; it stays a zombie and keeps its pid until the supervisor sends `reap`."""
@@ -190,37 +198,6 @@ class Holder:
         given = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
         return message | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
 
-
-class Task:
-    """One task of the step."""
-
-    def __init__(self, run_dir: Path, attempt: int, place: StepPlace, gang: dict[str, Any], holder: Holder) -> None:
-        self._run_dir = run_dir
-        self._attempt = attempt
-        self._place = place
-        self._holder = holder
-        self._name = socket_name(
-            gang["token"],
-            job=place.job_id,
-            start=place.restart_count,
-            step=place.step_id,
-            attempt=attempt,
-            node_rank=place.node_rank,
-        )
-        if place.local_rank == 0:
-            self._start_supervisor(gang)
-        self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
-
-    def serve(self) -> int:
-        """Carry out the supervisor's orders until it lets this task exit, or has ended."""
-        binding = os.environ.get("SLURMD_TRES_BIND", "") + os.environ.get("SLURM_TRES_BIND", "")
-        gpus = {"gpus": os.environ.get("CUDA_VISIBLE_DEVICES"), "gpus_bound": "gpu:" in binding}
-        exit_code = self._holder.serve(self._sock, {"rank": self._place.rank, **gpus})
-        if exit_code is None:
-            return self._survive()
-        self._await_end_of_supervisor()
-        return self._holder.exit_code(exit_code)
-
     def _start_supervisor(self, gang: dict[str, Any]) -> None:
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(self._name)
@@ -231,9 +208,8 @@ class Task:
             process = self._start(gang, listener)
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._supervisor = process
         # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
-        self._holder.forward = process.send_signal
+        self._forward = process.send_signal
         listener.close()
 
     def _start(self, gang: dict[str, Any], listener: socket.socket) -> subprocess.Popen[bytes]:
@@ -287,7 +263,7 @@ class Task:
 
         Our exit code makes srun end the whole step, and so every process that has still something to record.
         """
-        self._holder.kill_rank()
+        self._kill_rank()
         # The supervisor's guard holds the same socket: a connection to it ends when the guard exits.
         guard = connect(self._name)
         if guard is not None:
@@ -296,7 +272,7 @@ class Task:
                 guard.recv(1)
             guard.close()
         self._await_record()
-        return self._holder.exit_code(1)
+        return self._exit_code(1)
 
     def _await_record(self) -> None:
         deadline = time.monotonic() + _RECORD_S

@@ -17,7 +17,7 @@ from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, Ss
 from clusterddp.facts.checks import Needs, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
-from clusterddp.places.base import Report, Started, no_report
+from clusterddp.places.base import Launcher, Report, Started, no_report
 from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.network import settle_network
 from clusterddp.places.ssh.reports import ask_reports
@@ -67,17 +67,8 @@ class Grant(NamedTuple):
     """For the supervisor's order: descriptors that it inherits from the agent."""
 
 
-class SshLauncher:
+class SshLauncher(Launcher):
     """Runs on hosts that are reached over SSH."""
-
-    killed = "cancelled; its supervisors did not answer"
-    things = "processes"
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def check(self, plan: Plan) -> None:
-        """Refuse nothing: `start` runs the preflight on the hosts."""
 
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Start the attempt on its hosts; the job id is the head's pid and host. `report` receives progress messages.
@@ -106,20 +97,12 @@ class SshLauncher:
         sessions.close()
         return Started(job_id)
 
-    def withdraw(self, run: RunDir) -> str:
-        """Return an empty string: an interrupted `start` leaves no process."""
-        return ""
-
     def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start, which chooses interfaces, addresses and GPUs again."""
         nodes = tuple(
             dataclasses.replace(node, gpus=(), interface=None, address=None, why="") for node in plan.gang.nodes
         )
         return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes, master_addr=""))
-
-    def observer(self) -> Slurm | None:
-        """Return None: the state comes from the hosts."""
-        return None
 
     def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Ask the supervisors on all hosts that answer to end the run at once; True when a host has the run.

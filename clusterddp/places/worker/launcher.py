@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-import sys
-from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
-from clusterddp.planning.processes import EXEC_MODULE
+from clusterddp.places.base import Launcher
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import AttemptEnd, failed_by, read_error_file
 from clusterddp.run.cleanup import end_run_here, find_processes
@@ -27,18 +25,10 @@ if TYPE_CHECKING:
     from clusterddp.places.ssh.sync import Synchroniser
 
 
-class ExternalLauncher:
+class ExternalLauncher(Launcher):
     """Runs that another launcher starts and ends."""
 
     killed = "cancelled; its ranks here were killed"
-    things = "processes"
-
-    def __init__(self, environ: Mapping[str, str]) -> None:
-        self._environ = environ
-
-    def observer(self) -> Slurm | None:
-        """Return None: the state follows from files and processes."""
-        return None
 
     def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Return False: the run has no supervisor that would answer its CANCEL file.
@@ -55,21 +45,12 @@ class ExternalLauncher:
             )
         return False
 
-    def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
-        """Do nothing: the ranks look for the STOP file."""
-
     def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Refuse: no supervisor would answer."""
         raise UsageError(
             f"{run.name}: its ranks were started by another launcher, and no supervisor of clusterddp asks them",
             hint="py-spy dump --pid PID shows the stacks of one process; clusterddp status has the pids",
         )
-
-    def exec_argv(
-        self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
-    ) -> list[str]:
-        """Return the program for this machine; it does not find ranks of other machines."""
-        return [sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.places.slurm.claim import Carried, JobStart, claim_attempt, is_superseded
+from clusterddp.places.slurm.batch import Carried, JobStart, claim_attempt, is_superseded
 from clusterddp.run.attempts import AttemptEnd, make_attempt, read_end, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name, job_tag

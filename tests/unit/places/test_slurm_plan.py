@@ -14,8 +14,7 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
-from clusterddp.places.slurm.ask import ask_scheduler
-from clusterddp.places.slurm.launcher import SlurmLauncher, write_variables
+from clusterddp.places.slurm.launcher import SlurmLauncher, ask_scheduler, write_variables
 from clusterddp.places.staging import make_run
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run, rename_plan
