@@ -122,7 +122,8 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
 
     def time_trial(*trial: Any) -> tuple[float, float]:
         """Time it on one rank of each host: the others have the same processor, and would share it."""
-        return time_precisions(*trial) if setting.slot.is_first else (math.inf, 1.0)
+        is_first = not setting.group.host_ranks or setting.group.host_index == 0
+        return time_precisions(*trial) if is_first else (math.inf, 1.0)
 
     precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group, time_trial=time_trial)
     setting.reporter.log(f"precision auto: {precision}, {why}")

@@ -50,7 +50,7 @@ from clusterddp.train.begin import Setting, begin, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.device import RankVariables, synchronize
 from clusterddp.train.group import Group, broadcast_bytes, gather_on_first, join_group, leave_group, min_over_ranks
-from clusterddp.train.host import agree_on_compute_slot, find_host, load_once
+from clusterddp.train.host import agree_on_compute_slot, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
@@ -244,9 +244,8 @@ def time_compile(device: torch.device) -> Compile:
 
 def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> Training:
     """Take steps of the trainer on noise: their time, what a step launches and waits for, and a checkpoint's time."""
-    host = find_host(group)
-    dataset = load_once(spec, group, host)
-    slot = agree_on_compute_slot(host)
+    dataset = load_once(spec, group)
+    slot = agree_on_compute_slot(group)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=1)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
         setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)

@@ -28,7 +28,7 @@ from clusterddp.train.group import (
     mean_over_ranks,
     min_over_ranks,
 )
-from clusterddp.train.host import find_host
+from clusterddp.train.host import shared_file
 from clusterddp.train.optim import optimizer_tensors
 
 _BF16_BUCKET_MB = 4
@@ -232,12 +232,11 @@ def share_memory(model: nn.Module, group: Group) -> Tensor | None:
     """
     if not group.on_one_host or group.device.type != "cpu":
         return None
-    host = find_host(group)
-    if host is None or min_over_ranks(len(host.ranks), group) < group.world_size:
+    if not group.host_ranks or min_over_ranks(len(group.host_ranks), group) < group.world_size:
         return None
     values = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     size = (group.world_size + 1) * values
-    with host.shared_file("clusterddp-gradients", num_bytes=4 * size) as (_, path):
+    with shared_file(group, "clusterddp-gradients", num_bytes=4 * size) as (_, path):
         mapped = _map(path, size)
         all_mapped = min_over_ranks(mapped is not None, group)
     return None if mapped is None or not all_mapped else mapped.view(group.world_size + 1, values)

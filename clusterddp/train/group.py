@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
+from pathlib import Path
 from typing import TypeVar
 
 import torch
@@ -40,10 +43,28 @@ class Group:
     on_one_host: bool = False
     control: dist.ProcessGroup | None = None
     """A gloo group over the CPU for small messages beside the gradients; None for a single rank."""
+    host_ranks: tuple[int, ...] = ()
+    """The ranks of this one's host, which see each other's processes; empty elsewhere than on Linux."""
+    pids: tuple[int, ...] = ()
+    """The process of each rank, on Linux."""
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
+
+    @property
+    def host_index(self) -> int:
+        """The place of this rank among those of its host."""
+        return self.host_ranks.index(self.rank)
+
+    def gather(self, value: int) -> tuple[int, ...]:
+        """Return the ranks' numbers, by rank; it waits until all ranks call it."""
+        if self.world_size == 1:
+            return (value,)
+        own = torch.tensor([value])
+        rows: list[Tensor] = [torch.empty_like(own) for _ in range(self.world_size)]
+        dist.all_gather(rows, own, group=self.control)
+        return tuple(int(row) for row in rows)
 
 
 def join_group(variables: RankVariables) -> Group:
@@ -51,9 +72,21 @@ def join_group(variables: RankVariables) -> Group:
 
     Raises: ClusterddpError: the rank has no GPU of its own, or one that NCCL takes from no two ranks.
     """
-    device = choose_device(variables)
-    if variables.world_size == 1:
-        return Group(rank=0, world_size=1, device=device)
+    group = Group(rank=variables.rank, world_size=variables.world_size, device=choose_device(variables))
+    if variables.world_size > 1:
+        control = _meet(variables, group.device)
+        group = replace(group, on_one_host=variables.on_one_host, control=control)
+    if sys.platform != "linux":
+        return group
+    # The number of this boot of the host and of this process's pid namespace.
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")
+    hosts = group.gather((int(boot, 16) ^ os.stat("/proc/self/ns/pid").st_ino) & (2**62 - 1))
+    here = tuple(rank for rank, host in enumerate(hosts) if host == hosts[group.rank])
+    return replace(group, host_ranks=here, pids=group.gather(os.getpid()))
+
+
+def _meet(variables: RankVariables, device: torch.device) -> dist.ProcessGroup:
+    """Make the process group of several ranks, and return the one for small messages."""
     by_nccl = variables.backend == "nccl"
     try:
         dist.init_process_group(
@@ -71,10 +104,8 @@ def join_group(variables: RankVariables) -> Group:
             f"rank {variables.rank}: NCCL takes no two ranks on one GPU, or on slices (MIG) of one",
             hint="one rank for each GPU; or network.backend: gloo, which carries the gradients of slices, too",
         ) from error
-    control = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
-    assert control is not None
-    here = variables.on_one_host
-    return Group(rank=variables.rank, world_size=variables.world_size, device=device, on_one_host=here, control=control)
+    control: dist.ProcessGroup = dist.new_group(backend="gloo", timeout=GROUP_TIMEOUT)
+    return control
 
 
 def take_group() -> Group:

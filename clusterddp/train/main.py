@@ -25,15 +25,8 @@ from clusterddp.system.storage import retry_outage, set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.device import RankVariables, synchronize
-from clusterddp.train.group import join_group, leave_group
-from clusterddp.train.host import (
-    Host,
-    agree_on_compute_slot,
-    find_host,
-    keep_memory_that_is_there,
-    load_once,
-    return_freed_memory,
-)
+from clusterddp.train.group import Group, join_group, leave_group
+from clusterddp.train.host import agree_on_compute_slot, keep_memory_that_is_there, load_once, return_freed_memory
 from clusterddp.train.loop import train
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState, tensors_sha256
@@ -54,10 +47,9 @@ def main(environ: Mapping[str, str]) -> None:
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
     group = join_group(variables)
     start_up.mark("rendezvous")
-    host = find_host(group)
-    dataset = load_once(spec, group, host)
+    dataset = load_once(spec, group)
     start_up.mark("data")
-    slot = agree_on_compute_slot(host)
+    slot = agree_on_compute_slot(group)
     if group.device.type == "cpu":
         return_freed_memory()
     with closing(Reporter(run, attempt=attempt, first=group.is_first)) as reporter:
@@ -70,7 +62,7 @@ def main(environ: Mapping[str, str]) -> None:
             slot=slot,
             stop_requested=looking_at(assignment.stop_file),
         )
-        state = train(setting, after_step=partial(start_up.after_step, reporter, group.device, host))
+        state = train(setting, after_step=partial(start_up.after_step, reporter, group))
         if not state.finished(setting.schedule):
             confirm_stopped(state, assignment, setting)
         else:
@@ -118,11 +110,11 @@ class StartUp:
         self._phases[phase] = round(age - self._until, 3)
         self._until = age
 
-    def after_step(self, reporter: Reporter, device: torch.device, host: Host | None) -> None:
+    def after_step(self, reporter: Reporter, group: Group) -> None:
         """Report the end of the first step, which on a GPU is later than its launch; then keep its memory."""
         if self.seconds is None:
-            keep_memory_that_is_there(host)
-            synchronize(device)
+            keep_memory_that_is_there(group)
+            synchronize(group.device)
             self.mark("first_step")
             self.seconds = self._until
             reporter.first_step(self.seconds, self._phases)

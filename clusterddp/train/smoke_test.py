@@ -32,7 +32,7 @@ from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.device import RankVariables
 from clusterddp.train.group import Group, join_group, leave_group, sum_over_ranks
-from clusterddp.train.host import agree_on_compute_slot, find_host, load_once
+from clusterddp.train.host import agree_on_compute_slot, load_once
 from clusterddp.train.loop import await_checkpoint, save, train_epoch
 from clusterddp.train.main import read_plan, set_up_torch
 from clusterddp.train.report.reporter import Reporter
@@ -93,12 +93,11 @@ def _check_sum(group: Group) -> None:
 def _check_training(assignment: Assignment, variables: RankVariables, group: Group, *, threads: str | None) -> None:
     spec = TrainSpec.from_json(read_plan(assignment.run)["spec"].get("train") or {})
     set_up_torch(spec, threads=threads)
-    host = find_host(group)
     with _reported(variables, f"the data set {spec.dataset} is there"):
-        dataset = load_once(spec, group, host)
+        dataset = load_once(spec, group)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=spec.keep_checkpoints)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
-        slot = agree_on_compute_slot(host)
+        slot = agree_on_compute_slot(group)
         setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)
         images = setting.schedule.global_batch
         with _reported(variables, f"{spec.model} takes a step of {images:,} images on {group.device.type}"):

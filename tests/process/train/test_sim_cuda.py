@@ -141,6 +141,7 @@ def test_the_first_step_is_reported_when_the_gpu_has_done_it(sim_cuda: None) -> 
 from tests.sim_cuda import device
 device.install(gpus=1)
 import torch
+from clusterddp.train.group import Group
 from clusterddp.train.main import StartUp
 
 class Silent:
@@ -150,7 +151,7 @@ class Silent:
 start_up, waits = StartUp(), []
 for _ in range(2):
     before = device.counts.copy()
-    start_up.after_step(Silent(), torch.device("cuda", 0), None)
+    start_up.after_step(Silent(), Group(rank=0, world_size=1, device=torch.device("cuda", 0)))
     waits.append(device.counts.since(before).waits.total())
 assert waits == [1, 0], waits
 """

@@ -15,7 +15,7 @@ import torch
 
 from clusterddp.spec.train import TrainSpec
 from clusterddp.train.group import Group
-from clusterddp.train.host import ComputeSlot, agree_on_compute_slot, find_host, load_once
+from clusterddp.train.host import ComputeSlot, agree_on_compute_slot, load_once
 from clusterddp.train.loop import train
 from clusterddp.train.state import tensors_sha256
 from tests.support.picture_files import write_folder
@@ -42,8 +42,8 @@ def train_with_slots(group: Group, path: Path, at_once: int | None) -> dict[str,
     slot = ComputeSlot()
     TIMES.clear()
     if at_once is not None:
-        agreed = agree_on_compute_slot(find_host(group), cores=at_once)
-        slot = RecordedSlot(agreed.lock, agreed.index, agreed.is_first, agreed.description)
+        agreed = agree_on_compute_slot(group, cores=at_once)
+        slot = RecordedSlot(agreed.lock, agreed.index, agreed.description)
     run = path / str(group.rank)
     run.mkdir(parents=True)
     state = train(settle(group, run, slot=slot, accumulate=2, epochs=1))
@@ -85,7 +85,7 @@ def test_the_slot_of_a_rank_that_was_killed_is_free() -> None:
 
 
 def load_and_hash(group: Group, train: dict[str, Any]) -> tuple[str, bool, str]:
-    dataset = load_once(TrainSpec.from_json(TINY | train), group, find_host(group))
+    dataset = load_once(TrainSpec.from_json(TINY | train), group)
     tensors = {name: getattr(dataset, name) for name in ("train_images", "train_labels", "test_images", "test_labels")}
     shared = "clusterddp-dataset" in Path("/proc/self/maps").read_text()
     return tensors_sha256(tensors.items()), shared, repr((dataset.label, dataset.mean, dataset.warning))
@@ -101,16 +101,14 @@ def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(either_gang: Gang, tmp
 
 
 def test_a_rank_alone_shares_nothing() -> None:
-    host = find_host(one_rank())
-    assert host is not None
-    assert agree_on_compute_slot(host, cores=1) == ComputeSlot()
+    assert agree_on_compute_slot(one_rank(), cores=1) == ComputeSlot()
 
 
 def slots_of_bound_ranks(group: Group) -> str:
     mine = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {sorted(mine)[group.rank % len(mine)]})
     try:
-        return agree_on_compute_slot(find_host(group)).description
+        return agree_on_compute_slot(group).description
     finally:
         os.sched_setaffinity(0, mine)
 
