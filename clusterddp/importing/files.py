@@ -16,8 +16,9 @@ from typing import Any, Literal
 
 from clusterddp.errors import UsageError
 from clusterddp.importing.shell import Text, as_written, is_fixed
+from clusterddp.ranks.environment import PLACE_VARIABLES
 from clusterddp.spec import tree
-from clusterddp.spec.fields import MAX_RANKS, RANK_VARIABLES
+from clusterddp.spec.fields import MAX_RANKS
 from clusterddp.spec.hosts import read_hostfile
 from clusterddp.spec.secret_values import is_secret
 
@@ -76,7 +77,7 @@ def set_variable(name: str, value: Text, findings: Findings, line: int | None) -
         if name not in secrets and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
             secrets.append(name)
         findings.lose(text, f"a secret: its value is not stored; export {name} where you submit", line, fate="before")
-    elif name in RANK_VARIABLES or name.startswith("TORCHELASTIC_"):
+    elif name in PLACE_VARIABLES or name.startswith("TORCHELASTIC_"):
         findings.lose(text, "clusterddp sets it for each rank", line, fate="ours")
     elif name in _SET_ANYWAY and (not is_fixed(value) or name != "OMP_NUM_THREADS"):
         findings.lose(text, _SET_ANYWAY[name], line, fate="ours")

@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import ASKED, AttemptDir, RunDir
+from clusterddp.run.directory import ASKED, Assignment, RunDir, make_attempt_dirs
 from clusterddp.system.files import is_file, read_json, read_regular, write_json
+from clusterddp.system.storage import retry_outage
 from clusterddp.wire import read_object
 
 _EMPTY_STOP_FILE_S = 0.3
@@ -107,6 +108,12 @@ def was_ordered(stop_file: Path) -> bool:
         return False
 
 
-def confirm_stop(attempt: AttemptDir, progress: dict[str, Any]) -> None:
-    """Record that the program ended because of the stop; `progress`: its last step, `{"step": 120}`."""
-    write_json(attempt.stopped, progress | {"time": time.time()}, exclusive=True)
+def confirm_stop(assignment: Assignment, progress: dict[str, Any]) -> str:
+    """Record that the program ended because of the stop, and return why that was requested.
+
+    `progress`: the program's last step, `{"step": 120}`.
+    """
+    attempt, stop_file = assignment.attempt, assignment.stop_file
+    retry_outage(lambda: make_attempt_dirs(attempt))
+    retry_outage(lambda: write_json(attempt.stopped, progress | {"time": time.time()}, exclusive=True))
+    return stop_reason(stop_file) if stop_requested(stop_file) else "asked for on another host"

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.gloo import await_gloo_threads
-from clusterddp.run.directory import Assignment, make_attempt_dirs
+from clusterddp.run.directory import Assignment
 from clusterddp.run.metrics import reached
-from clusterddp.run.stop import confirm_stop, looking_at, record_question, stop_reason, stop_requested
+from clusterddp.run.stop import confirm_stop, looking_at, record_question
 from clusterddp.script.place import find_assignment, find_store, is_first_rank, say
 from clusterddp.system.files import read_json
-from clusterddp.system.storage import retry_outage, set_storage_timeout
+from clusterddp.system.storage import set_storage_timeout
 from clusterddp.train.checkpoint import Writer, decode, read_newest
 
 if TYPE_CHECKING:
@@ -174,10 +174,7 @@ class _Session:
         assignment = self._assignment
         assert assignment is not None, "nothing asks a script outside of a run to stop"
         if is_first_rank():
-            retry_outage(lambda: make_attempt_dirs(assignment.attempt))
-            retry_outage(lambda: confirm_stop(assignment.attempt, {"step": step}))
-            requested_here = stop_requested(assignment.stop_file)
-            why = stop_reason(assignment.stop_file) if requested_here else "asked for on another host"
+            why = confirm_stop(assignment, {"step": step})
             say(f"stopped at step {step}, checkpoint written: {why}")
         raise SystemExit(0)
 

@@ -126,10 +126,7 @@ def _checked_key(key: object) -> str:
 
 
 def _number(key: object, value: Any) -> float:
-    """Return a value as a number; whole numbers stay whole.
-
-    Raises: TypeError: it is none.
-    """
+    """Return a value as a number; whole numbers stay whole."""
     if isinstance(value, int):
         return int(value)
     try:

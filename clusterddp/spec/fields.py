@@ -32,6 +32,7 @@ from pydantic_core.core_schema import no_info_before_validator_function
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.hostlist import expand
+from clusterddp.ranks.environment import PLACE_VARIABLES
 from clusterddp.spec.train import NAMES, TrainSpec
 from clusterddp.spec.tree import Scalar, describe, did_you_mean
 from clusterddp.system.units import UNIT_S
@@ -181,13 +182,6 @@ _ADDRESS = re.compile(r"([A-Za-z0-9_][A-Za-z0-9_.-]*@)?[0-9A-Fa-f]*:[0-9A-Fa-f:]
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 
 MAX_INT = 2**63 - 1
-
-RANK_VARIABLES = frozenset(
-    {
-        "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",
-        "ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT",
-    }
-)  # fmt: skip
 
 Fetched: TypeAlias = Literal["logs", "metrics", "checkpoints"]
 FETCHABLE: tuple[Fetched, ...] = get_args(Fetched)
@@ -340,7 +334,7 @@ def read_variable(value: object) -> str:
     if not re.fullmatch(VARIABLE, name):
         hint = "write only the name, never its value" if "=" in name else None
         raise problem("not the name of a variable: expected letters, digits and _, beginning with no digit", hint)
-    if name in RANK_VARIABLES or name.startswith(("TORCHELASTIC_", "CLUSTERDDP_")):
+    if name in PLACE_VARIABLES or name.startswith(("TORCHELASTIC_", "CLUSTERDDP_")):
         hint = {
             "MASTER_PORT": "network.master_port sets it",
             "MASTER_ADDR": "it is the address of node 0 on network.interface",

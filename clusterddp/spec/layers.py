@@ -168,19 +168,13 @@ def config_path(environ: Map[str, str]) -> Path | None:
 
 
 def read_profile(environ: Map[str, str], name: str | None) -> Mapping | None:
-    """Read the values of the profile `name`, or the default one, for specs; None when neither is given.
-
-    Raises: SpecError: no such profile, or the configuration is wrong.
-    """
+    """Read the values of the profile `name`, or the default one, for specs; None when neither is given."""
     _, profile = _find(environ, name)
     return without(profile, (_LOGIN,)) if profile else None
 
 
 def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, Login] | None:
-    """Read the name and the login node of the profile `name`, or of the default one; None when it has none.
-
-    Raises: SpecError: no such profile, or the configuration is wrong.
-    """
+    """Read the name and the login node of the profile `name`, or of the default one; None when it has none."""
     chosen, profile = _find(environ, name)
     if profile is None or _LOGIN not in profile.entries:
         return None

@@ -221,10 +221,7 @@ def _read_layers_below(
 
 
 def read_shared_values(environ: Map[str, str], spec: Path) -> dict[str, Node]:
-    """Read what the site file and the project file give a spec at `spec`, by dotted key; lists are values.
-
-    Raises: SpecError: a file cannot be used at all.
-    """
+    """Read what the site file and the project file give a spec at `spec`, by dotted key; lists are values."""
     tree = Mapping(place=Place(source=""))
     for file in read_shared_files(environ, spec.absolute().parent, spec=spec):
         tree = merge(tree, with_one_spelling(file.tree, []))

@@ -158,7 +158,6 @@ class TrainSpec:
         """Read the section of a plan, which was checked when it was made.
 
         An older version's plan may lack keys, which get their defaults, and have others.
-        Raises: ClusterddpError: a key is unknown to this version.
         """
         section = {name: value for name, value in section.items() if name not in _REMOVED}
         unknown = sorted(section.keys() - {each.name for each in dataclasses.fields(cls)})

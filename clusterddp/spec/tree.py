@@ -270,7 +270,6 @@ def read_bytes(
     """Read a spec's file of at most 1 MB; refuse a device, a FIFO or a directory.
 
     `check`: raises an error when the owner or the mode of the open file is wrong.
-    Raises: SpecError: it is no regular file, cannot be read, or is too large.
     """
     try:
         # O_NONBLOCK: else opening a FIFO without a writer blocks.
@@ -301,10 +300,7 @@ def read_stdin() -> bytes:
 
 
 def decode(data: bytes, source: str) -> str:
-    """Decode UTF-8, with or without a byte order mark, and refuse characters that YAML does not allow.
-
-    Raises: SpecError: with the place of the first byte or character that is wrong.
-    """
+    """Decode UTF-8, with or without a byte order mark, and refuse characters that YAML does not allow."""
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:

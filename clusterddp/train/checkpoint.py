@@ -84,19 +84,13 @@ class Writer:
             self._thread.join(_WAIT_AFTER_ERROR_S)
 
     def start(self, state: dict[str, Any]) -> None:
-        """Begin to write `state`, which must not change any more; wait for the checkpoint before it.
-
-        Raises: see `wait`.
-        """
+        """Begin to write `state`, which must not change any more; wait for the checkpoint before it."""
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
-        """Wait until the checkpoint that is being written is on disk.
-
-        Raises: ClusterddpError: it could not be written; see `write_checkpoint`.
-        """
+        """Wait until the checkpoint that is being written is on disk."""
         if self._thread is not None:
             self._thread.join()
         self.raise_failure()
@@ -194,10 +188,7 @@ def newest_attempt(store: Store) -> int | None:
 
 
 def read_verified(directory: Path, manifest: Manifest) -> bytes:
-    """Read a checkpoint's bytes and check them against the manifest, before anything unpickles them.
-
-    Raises: ClusterddpError: size or sum is another one. OSError: the file cannot be read.
-    """
+    """Read a checkpoint's bytes and check them against the manifest, before anything unpickles them."""
     data = (directory / manifest.file).read_bytes()
     if len(data) != manifest.bytes:
         raise ClusterddpError(f"{manifest.file} has {len(data):,} bytes, its manifest has {manifest.bytes:,}")

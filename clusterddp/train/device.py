@@ -52,10 +52,7 @@ class RankVariables:
 
 
 def choose_device(variables: RankVariables) -> torch.device:
-    """Choose the device of a rank.
-
-    Raises: ClusterddpError: it needs a GPU, and has none of its own.
-    """
+    """Choose the device of a rank."""
     if (variables.device or ("cuda" if variables.backend == "nccl" else "cpu")) == "cpu":
         return torch.device("cpu")
     gpus = torch.cuda.device_count()

@@ -41,7 +41,6 @@ def build_exchange(comm: str, model: nn.Module, group: Group, *, optimizer: torc
     """Make the exchange of mode `comm` (exact, bf16, local:H); rank 0's weights replace those of all ranks.
 
     The docstring of each class has its cost; docs/trainer.md explains when to use it.
-    Raises: ClusterddpError: an earlier version had the mode.
     """
     if group.world_size == 1:
         return Exchange(model, group)

@@ -27,10 +27,7 @@ _WORTH_IT = 1.2  # below it the smaller error of fp32 is worth more than the tim
 
 
 def place_model(spec: TrainSpec, dataset: Dataset, group: Group) -> nn.Module:
-    """Build the model on the rank's device, channels last, before anything is wrapped around it.
-
-    Raises: ClusterddpError: what the spec asks for does not work with these ranks.
-    """
+    """Build the model on the rank's device, channels last, before anything is wrapped around it."""
     if spec.strategy != "ddp" and group.world_size > 1:
         raise ClusterddpError(
             f"train.strategy {spec.strategy} is one process, found {group.world_size} ranks",

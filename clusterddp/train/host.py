@@ -48,10 +48,7 @@ def shared_file(group: Group, name: str, *, num_bytes: int = 0) -> Iterator[tupl
 
 
 def load_once(spec: TrainSpec, group: Group) -> Dataset:
-    """Load the data set once for all ranks of a host, which on the CPU share it. Every rank must take part.
-
-    Raises: ClusterddpError: what `load_dataset` raises; a GPU has no memory for it.
-    """
+    """Load the data set once for all ranks of a host, which on the CPU share it. Every rank must take part."""
     if not group.host_ranks or len(set(group.gather(group.host_ranks[0]))) == group.world_size:
         own = load_dataset(spec)
         max_over_ranks(0.0, group)  # NCCL would not wait for as long as a download may take

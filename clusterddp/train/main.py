@@ -16,12 +16,12 @@ from typing import Any
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import Assignment, RunDir, make_attempt_dirs
-from clusterddp.run.stop import confirm_stop, looking_at, stop_reason, stop_requested
+from clusterddp.run.directory import Assignment, RunDir
+from clusterddp.run.stop import confirm_stop, looking_at
 from clusterddp.spec.train import TrainSpec
 from clusterddp.system.files import read_json
 from clusterddp.system.processes import read_age_s
-from clusterddp.system.storage import retry_outage, set_storage_timeout
+from clusterddp.system.storage import set_storage_timeout
 from clusterddp.train.begin import Setting, prepare
 from clusterddp.train.checkpoint import Store
 from clusterddp.train.device import RankVariables, synchronize
@@ -64,7 +64,10 @@ def main(environ: Mapping[str, str]) -> None:
         )
         state = train(setting, after_step=partial(start_up.after_step, reporter, group))
         if not state.finished(setting.schedule):
-            confirm_stopped(state, assignment, setting)
+            if group.is_first:
+                step, total = state.step, setting.schedule.total_steps
+                why = confirm_stop(assignment, {"epoch": state.epoch, "step": step, "samples": state.samples})
+                reporter.log(f"stopped at step {step} of {total}, checkpoint written: {why}")
         else:
             with state.exchange.averaged(state.model):
                 summary = summarise(state, setting, start_up.seconds)
@@ -73,10 +76,7 @@ def main(environ: Mapping[str, str]) -> None:
 
 
 def read_plan(run: RunDir) -> dict[str, Any]:
-    """Read the run's plan.
-
-    Raises: ClusterddpError: there is no plan.
-    """
+    """Read the run's plan."""
     plan = read_json(run.plan)
     if plan is None:
         raise ClusterddpError(f"{run.plan}: there is no plan")
@@ -118,17 +118,6 @@ class StartUp:
             self.mark("first_step")
             self.seconds = self._until
             reporter.first_step(self.seconds, self._phases)
-
-
-def confirm_stopped(state: TrainState, assignment: Assignment, setting: Setting) -> None:
-    """Confirm that the run stopped as requested and that its checkpoint is written."""
-    if setting.group.is_first:
-        retry_outage(lambda: make_attempt_dirs(assignment.attempt))
-        progress = {"epoch": state.epoch, "step": state.step, "samples": state.samples}
-        retry_outage(lambda: confirm_stop(assignment.attempt, progress))
-    requested_here = stop_requested(assignment.stop_file)
-    why = stop_reason(assignment.stop_file) if requested_here else "asked for on another host"
-    setting.reporter.log(f"stopped at step {state.step} of {setting.schedule.total_steps}, checkpoint written: {why}")
 
 
 def summarise(state: TrainState, setting: Setting, start_up_seconds: float | None) -> dict[str, Any]:

@@ -69,7 +69,6 @@ def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Sche
     A rank that steps with its own batch only has the gradient's noise in full, where the mean over N ranks has it
     1 / sqrt(N) as large. Unless the spec settles the scaling itself it takes that share of the rate: then the noise
     moves it no further in a step. Source: docs/benchmarks.md, "The same loss?".
-    Raises: ClusterddpError: the train set is smaller than one step.
     """
     global_batch = world_size * spec.batch_size * spec.accumulate
     grows = spec.lr_scaling == "linear" or (spec.lr_scaling == "auto" and spec.optimizer != "adam")

@@ -27,7 +27,6 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import Assignment
 from clusterddp.run.gang import is_call
 from clusterddp.spec.train import TrainSpec
-from clusterddp.system.files import read_json
 from clusterddp.train.begin import begin, prepare
 from clusterddp.train.checkpoint import Store, decode, read_newest
 from clusterddp.train.device import RankVariables
@@ -40,12 +39,9 @@ from clusterddp.train.state import tensors_sha256
 
 
 def main(environ: Mapping[str, str]) -> None:
-    """Check the run's ranks and its entry.
-
-    Raises: ClusterddpError: something does not work; whatever torch or an import of the entry raises.
-    """
+    """Check the run's ranks and its entry."""
     assignment, variables = Assignment.from_environment(environ), RankVariables.from_environment(environ)
-    entry = (read_json(assignment.run.plan) or {})["gang"]["entry"]
+    entry = read_plan(assignment.run)["gang"]["entry"]
     with _reported(variables, f"{variables.world_size} ranks meet over {variables.backend}"):
         group = join_group(variables)
     with _reported(variables, f"an all-reduce over {variables.world_size} ranks gives the right sum"):
@@ -64,7 +60,6 @@ def check_program(entry: dict[str, Any], variables: RankVariables, *, code_dir: 
     """Check the run's program without executing it.
 
     `code_dir`: where the run was submitted from, in the copy of the code; files are named from there.
-    Raises: ClusterddpError: it is not there, does not compile, or lacks a package.
     """
     target, kind = str(entry["target"]), entry["kind"]
     if kind == "command":

@@ -50,9 +50,6 @@ def read_cifar10(data_dir: Path, *, download: bool) -> tuple[Split, Split, str]:
 
     `data_dir` holds the folder cifar-10-batches-py or is it. Other files than the official ones are welcome (pictures
     encoded anew, a small subset); the label then names them so.
-
-    Raises:
-        ClusterddpError: a file is missing, damaged, unsafe, or holds something else.
     """
     folder = find_folder(data_dir)
     if folder is None and download:
@@ -70,11 +67,7 @@ def read_cifar10(data_dir: Path, *, download: bool) -> tuple[Split, Split, str]:
 
 
 def find_folder(data_dir: Path) -> Path | None:
-    """Return the folder with the batches under `data_dir`, or None when there is none.
-
-    Raises:
-        ClusterddpError: some of the batches are there and some are not.
-    """
+    """Return the folder with the batches under `data_dir`, or None when there is none."""
     for folder in (data_dir / _FOLDER, data_dir):
         missing = [name for name in _OFFICIAL_MD5 if not (folder / name).is_file()]
         if not missing:
@@ -116,11 +109,7 @@ def _read_batch(path: Path) -> tuple[Tensor, list[int], str]:
 
 
 def _unpickle(content: bytes, path: Path) -> Any:
-    """Return what the pickle holds: plain values, texts as bytes or str, arrays as `_Array`.
-
-    Raises:
-        ClusterddpError: the pickle names something other than numpy's arrays, or is damaged.
-    """
+    """Return what the pickle holds: plain values, texts as bytes or str, arrays as `_Array`."""
     try:
         return _Unpickler(io.BytesIO(content), encoding="bytes").load()
     except _RefusedNameError as error:

@@ -47,10 +47,7 @@ class Dataset:
         return self.train_images.shape[1], self.image_size, self.image_size
 
     def to(self, device: torch.device) -> Dataset:
-        """Return the set on `device`.
-
-        Raises: ClusterddpError: a GPU has no memory for it.
-        """
+        """Return the set on `device`."""
         if device.type == "cuda":
             demand_memory(self.label, self.train_images.numel() + self.test_images.numel(), device=device)
         return replace(
@@ -67,7 +64,6 @@ def load_dataset(spec: TrainSpec) -> Dataset:
 
     A set that is missing is downloaded, once per host, unless `spec.download` is false: the first rank takes the lock,
     the others wait for it and then read.
-    Raises: ClusterddpError: the files are missing, damaged or unsafe, or there are fewer images than `spec.samples`.
     """
     if spec.dataset in GENERATED:
         return _generate(spec)
@@ -90,11 +86,7 @@ def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def steps_per_epoch(n: int, *, world: int, batch_size: int, accumulate: int) -> int:
-    """Return the number of optimizer steps in an epoch; the last, incomplete global batch is dropped.
-
-    Raises:
-        ClusterddpError: not even one global batch can be filled.
-    """
+    """Return the number of optimizer steps in an epoch; the last, incomplete global batch is dropped."""
     per_step = world * batch_size * accumulate
     if n < per_step:
         raise ClusterddpError(

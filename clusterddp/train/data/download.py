@@ -41,9 +41,6 @@ def download_once(
     `torchvision_name` is the class in torchvision.datasets, called with each of `halves`, and `results` the names of
     the entries that it makes in its root. Processes of all ranks may call this at once: one downloads under a lock, the
     others wait. The files arrive in a staging folder; a rename puts each of `results` under `data_dir`.
-
-    Raises:
-        ClusterddpError: nothing can be downloaded or written here.
     """
     try:
         data_dir.mkdir(parents=True, exist_ok=True)

@@ -33,8 +33,6 @@ def read_images(spec: TrainSpec, data_dir: Path) -> tuple[Split, Split, str, int
 
     Return the train split, the test split (uint8 [n, channel, side, side], int64 [n]), what to call figures got on
     them, and the number of classes.
-    Raises: ClusterddpError: it is not there and cannot be downloaded; it does not fit into memory; an image cannot be
-    read, or has another size.
     """
     title, reader, splits, hint = find_files(spec.dataset, data_dir, download=spec.download)
     known = IMAGE_SETS.get(spec.dataset)
@@ -86,7 +84,6 @@ def find_files(name: str, data_dir: Path, *, download: bool) -> tuple[str, str, 
 
     Return its name for messages, torchvision's class for it, that one's arguments for the training images and for the
     test images, and a hint for when it cannot read them.
-    Raises: ClusterddpError: they are not there and cannot be downloaded.
     """
     if name == FOLDER:
         test = next((name for name in ("test", "val") if (data_dir / name).is_dir()), "test")
