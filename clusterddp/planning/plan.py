@@ -161,7 +161,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     if request.trial:
         entry, spec = plan_trial_entry(request.trial, entry, spec, on_cpu=placement.on_cpu)
     in_copies = placed.ssh is not None and job.snapshot
-    overwritten = notes_on_outputs(entry, working_dir, runs_dir, in_copies=in_copies)
+    overwritten = notes_on_outputs(entry, working_dir, in_copies=in_copies)
     gang = Gang(
         run=run,
         token=secrets.token_hex(16),

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Literal
 import platformdirs
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.run.attempts import read_end
 from clusterddp.run.code import (
     MAX_SCRIPT_BYTES,
     MAX_SCRIPT_FILES,
@@ -23,10 +22,8 @@ from clusterddp.run.code import (
     plan_snapshot,
 )
 from clusterddp.run.directory import RunDir
-from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry, is_call
 from clusterddp.spec.train import GENERATED
-from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
@@ -411,8 +408,6 @@ _OPTION = re.compile(
 )
 """Names of options by which programs take the place of their results, with `_` for `-`."""
 _NO_PATH = re.compile(r"|[-+.\d]+(e[-+]?\d+)?|true|false|yes|no|on|off|none|null", re.IGNORECASE)
-_MOST_RUNS = 200
-"""How many of the newest runs are compared."""
 
 
 def relative_outputs(entry: Mapping[str, Any]) -> tuple[str, ...]:
@@ -427,17 +422,13 @@ def relative_outputs(entry: Mapping[str, Any]) -> tuple[str, ...]:
     )
 
 
-def notes_on_outputs(entry: Entry, working_dir: Path, runs_dir: Path, *, in_copies: bool) -> Iterator[str]:
+def notes_on_outputs(entry: Entry, working_dir: Path, *, in_copies: bool) -> Iterator[str]:
     """Write which results runs overwrite; `in_copies`: the ranks work in copies of the code on other hosts."""
     for path in relative_outputs(asdict(entry)):
         if in_copies:
             yield f"{path} is relative: it lies in each host's copy of the code; {{output_dir}} is copied back"
-            continue
-        place = working_dir / path
-        if writer := _writer_of(path, working_dir, runs_dir):
-            yield f"{place}: {writer}, which has not ended, writes there, too; {{output_dir}} is the run's own"
         else:
-            yield f"{place}: other runs with this argument overwrite it; {{output_dir}} is the run's own"
+            yield f"{working_dir / path}: other runs with this argument overwrite it; {{output_dir}} is the run's own"
 
 
 def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
@@ -452,18 +443,3 @@ def _pairs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _is_relative(value: str) -> bool:
     return not value.startswith(("/", "~", "$", "{", "-")) and "://" not in value and not _NO_PATH.fullmatch(value)
-
-
-def _writer_of(path: str, working_dir: Path, runs_dir: Path) -> str | None:
-    """Find a run that has not ended, works in the same directory and passes the same path."""
-    for run in reversed(list_runs(runs_dir)[-_MOST_RUNS:]):
-        try:
-            plan = read_json(run.plan)
-            if read_end(run.newest_attempt()) is not None or not isinstance(plan, dict) or plan.get("ssh"):
-                continue
-            entry = {"words": (), "kwargs": {}} | plan["gang"]["entry"]
-            if entry["working_dir"] == str(working_dir) and path in relative_outputs(entry):
-                return run.name
-        except (ClusterddpError, OSError, KeyError, TypeError):
-            continue  # it is being made or removed, or has no valid plan
-    return None

@@ -41,7 +41,7 @@ def printed_by_slurm() -> Iterator[Target]:
     readers: dict[str, Callable[[str], object]] = {
         "scontrol show job": lambda text: (control.read_job(text), control.read_time_left_s(text)),
         "scontrol show config": lambda text: (
-            cluster.array_limits(text),
+            cluster.array_limits(cluster.parse_config(text)),
             control.read_kill_wait_s(text),
             cluster.describe_cluster(cluster.parse_config(text), user=cluster.User(name="a")).version_number,
         ),

@@ -50,10 +50,8 @@ class Partition:
     is_default: bool = False
     state: str = "UP"
     max_time_s: int | None = None
-    default_time_s: int | None = None
     preempt_mode: str | None = None
     grace_s: int = 0
-    max_nodes: int | None = None
     allow_accounts: tuple[str, ...] | None = None
     deny_accounts: tuple[str, ...] = ()
     allow_groups: tuple[str, ...] | None = None
@@ -80,7 +78,6 @@ class Association:
     account: str
     partition: str | None = None
     """It counts for jobs in this partition only; None: in all."""
-    qos: tuple[str, ...] = ()
     max_submit: int | None = None
     max_wall_s: int | None = None
 
@@ -133,10 +130,8 @@ def parse_partitions(text: str, groups: Mapping[str, tuple[NodeGroup, ...]]) -> 
                 is_default=values.get("Default") == "YES",
                 state=values.get("State", "UP"),
                 max_time_s=read_duration_s(values.get("MaxTime", "")),
-                default_time_s=read_duration_s(values.get("DefaultTime", "")),
                 preempt_mode=values.get("PreemptMode"),
                 grace_s=read_number(values.get("GraceTime")) or 0,
-                max_nodes=read_number(values.get("MaxNodes")),
                 allow_accounts=_names(values.get("AllowAccounts")),
                 deny_accounts=_names(values.get("DenyAccounts")) or (),
                 allow_groups=_names(values.get("AllowGroups")),
@@ -151,13 +146,12 @@ def parse_associations(text: str, *, cluster: str | None) -> tuple[Association, 
     found = []
     for line in text.splitlines():
         fields = line.split("|")
-        if len(fields) < 6 or not fields[1] or (cluster and fields[0] != cluster):
+        if len(fields) < len(ASSOCIATION_FIELDS) or not fields[1] or (cluster and fields[0] != cluster):
             continue
         found.append(
             Association(
                 account=fields[1],
                 partition=fields[2] or None,
-                qos=tuple(name for name in fields[3].split(",") if name),
                 max_submit=read_number(fields[4]),
                 max_wall_s=read_duration_s(fields[5]),
             )
@@ -199,13 +193,9 @@ class Cluster:
     """True: Slurm refuses jobs of users without an account (AccountingStorageEnforce)."""
     job_requeue: bool | None = None
     kill_wait_s: int | None = None
-    min_job_age_s: int | None = None
     max_array_size: int | None = None
     proctrack: str | None = None
-    select: str | None = None
     preempt_mode: str | None = None
-    signals_before_preemption: bool | None = None
-    """True: Slurm sends a job its `--signal` before preemption, too."""
     unanswered: tuple[str, ...] = ()
     """The errors of commands that failed."""
 
@@ -294,7 +284,6 @@ def describe_cluster(
     """Make a `Cluster` of the output of the commands."""
     enforced = config.get("AccountingStorageEnforce")
     requeue = config.get("JobRequeue")
-    signals = [config.get(key) for key in ("PreemptParameters", "SlurmctldParameters")]
     return Cluster(
         name=config.get("ClusterName"),
         version=config.get("SLURM_VERSION"),
@@ -306,13 +295,9 @@ def describe_cluster(
         needs_account=None if enforced is None else bool({"associations", "limits", "all"} & set(enforced.split(","))),
         job_requeue=None if requeue is None else requeue not in {"0", "NO", "No"},
         kill_wait_s=read_number(config.get("KillWait")),
-        min_job_age_s=read_number(config.get("MinJobAge")),
         max_array_size=read_number(config.get("MaxArraySize")),
         proctrack=config.get("ProctrackType"),
-        select=config.get("SelectType"),
         preempt_mode=config.get("PreemptMode"),
-        # Until 23.11 the word was preempt_send_user_signal, in SlurmctldParameters.
-        signals_before_preemption=None if not config else any("send_user_signal" in (text or "") for text in signals),
         unanswered=tuple(unanswered),
     )
 
@@ -338,7 +323,7 @@ def check_array_size(num_tasks: int, environ: Mapping[str, str]) -> None:
 
     Raises: PreflightError: it does not; the message names the limit. SlurmError: Slurm did not answer.
     """
-    config = run_slurm(["scontrol", "show", "config"], environ=environ)
+    config = parse_config(run_slurm(["scontrol", "show", "config"], environ=environ))
     for key, most in array_limits(config).items():
         if num_tasks > most:
             raise PreflightError(
@@ -347,18 +332,14 @@ def check_array_size(num_tasks: int, environ: Mapping[str, str]) -> None:
             )
 
 
-def array_limits(config: str) -> dict[str, int]:
-    """Read from `scontrol show config` how many tasks an array may have: `KEY=VALUE` of each limit -> number.
+def array_limits(config: Mapping[str, str]) -> dict[str, int]:
+    """Return how many tasks an array may have: `KEY=VALUE` of each limit -> number.
 
     Source: slurm.conf(5): the highest index is MaxArraySize - 1; max_array_tasks is below it or not set; each task
     that is started is one of MaxJobCount jobs.
     """
-    limits: dict[str, int] = {}
-    for key in ("MaxArraySize", "MaxJobCount"):
-        match = re.search(rf"^{key}\s*=\s*(\d{{1,18}})\s*$", config, re.MULTILINE)
-        if match:
-            limits[f"{key}={match[1]}"] = int(match[1])
-    match = re.search(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d{1,18})\b", config, re.MULTILINE)
-    if match:
-        limits[f"SchedulerParameters=max_array_tasks={match[1]}"] = int(match[1])
-    return limits
+    most = re.search(r"\bmax_array_tasks=(\d{1,18})\b", config.get("SchedulerParameters", ""))
+    texts = {key: config.get(key) for key in ("MaxArraySize", "MaxJobCount")}
+    texts["SchedulerParameters=max_array_tasks"] = most[1] if most else None
+    limits = {key: read_number(text) for key, text in texts.items()}
+    return {f"{key}={limit}": limit for key, limit in limits.items() if limit is not None}

@@ -109,13 +109,6 @@ def test_accounts_of_other_clusters_in_the_same_data_base_are_not_ours(tmp_path:
     assert cluster_at("mixed_24_05", tmp_path).accounts == ("vision", "teaching")
 
 
-@pytest.mark.parametrize(
-    ("name", "known"), [("small_20_11", False), ("mixed_24_05", True), ("big_25_05", True)], ids=str
-)
-def test_a_signal_before_preemption_is_found_under_both_its_names(name: str, known: bool, tmp_path: Path) -> None:
-    assert cluster_at(name, tmp_path).signals_before_preemption is known
-
-
 def test_without_slurm_the_plain_template_is_written_with_a_note(tmp_path: Path) -> None:
     done = init(tmp_path, os.environ | {"PATH": str(tmp_path), "PYTHONPATH": str(ROOT)})
     assert (tmp_path / "job.yaml").read_text() == read_template("init_slurm.yaml")

@@ -15,7 +15,6 @@ from clusterddp.ranks.slurm_step import expand_counts
 from clusterddp.spec.hosts import MAX_HOSTS, expand_all, parse_hosts, read_hostfile
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.secret_values import is_secret
-from clusterddp.spec.slurm_options import option_problem
 
 HEAD = "#!/bin/bash\n#SBATCH -N 1\n"
 TRAIN = "srun python train.py\n"
@@ -95,16 +94,6 @@ def test_numbers_of_thousands_of_digits_are_listed_and_not_computed(tmp_path: Pa
         f"#SBATCH -N 1 --mem={huge}G\nsrun torchrun --nproc_per_node={huge} --max_restarts={huge} train.py\n"
     )
     assert import_files([tmp_path / "t.slurm"]).resolved.job.restarts == 0
-
-
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [("gres", "gpu" + "=a" * 5_000 + ":"), ("mail_user", "@" * 60_000 + " "), ("nodelist", "/" * 60_000 + "\n")],
-)
-def test_an_option_of_slurm_is_checked_in_a_time_that_grows_with_its_length(name: str, value: str) -> None:
-    started = time.process_time()
-    assert option_problem(name, value) is not None
-    assert time.process_time() - started < SECONDS
 
 
 def test_an_address_with_a_password_is_a_secret_however_long_it_is() -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.places.staging import make_run
 from clusterddp.planning.program import relative_outputs
 from tests.support.launch_runs import plan_script, plan_text
 
@@ -63,18 +61,3 @@ def test_the_plan_says_what_other_runs_overwrite(tmp_path: Path) -> None:
         f"{tmp_path}/ckpt: other runs with this argument overwrite it; {{output_dir}} is the run's own",
     )
     assert plan_script(tmp_path).notes == ()
-
-
-def test_a_run_that_has_not_ended_and_writes_the_same_is_named(tmp_path: Path) -> None:
-    (tmp_path / "entry.py").write_text("")
-    text = "name: job\nentry: {script: entry.py, args: [--out, ckpt]}\n"
-    other = make_run(plan_text(text, tmp_path), os.environ)
-    (note,) = plan_text(text, tmp_path).notes
-    assert note.startswith(f"{tmp_path}/ckpt: {other.run}, which has not ended, writes there, too")
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "entry.py").write_text("")
-    (note,) = plan_text(text, tmp_path / "elsewhere", runs_dir=tmp_path / "runs").notes
-    assert other.run not in note
-    (other.run_dir / "attempts" / "0" / "end.json").write_text('{"state": "COMPLETED", "time": 1.0}')
-    (note,) = plan_text(text, tmp_path).notes
-    assert other.run not in note

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.places.slurm.cluster import array_limits
+from clusterddp.places.slurm.cluster import array_limits, parse_config
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_run
 from clusterddp.planning.slurm import find_dependency
@@ -176,7 +176,7 @@ def test_more_tasks_than_the_cluster_takes_are_refused_before_anything_is_writte
 
 def test_all_limits_of_an_array_are_read() -> None:
     config = f"{CONFIG}SchedulerParameters     = bf_interval=1,max_array_tasks=50,x=1\n"
-    assert array_limits(config) == {
+    assert array_limits(parse_config(config)) == {
         "MaxArraySize=1001": 1001,
         "MaxJobCount=10000": 10_000,
         "SchedulerParameters=max_array_tasks=50": 50,
