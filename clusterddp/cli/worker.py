@@ -101,7 +101,7 @@ def _be_rank(
 
     job, environ = resolved.job, terminal.environ
     refuse_job(job, environ)
-    launched = complete_launched(launched, job, environ)
+    launched = complete_launched(launched, job)
     seat = seat_of_rank(launched)
     here = RankWorker(
         resolved=resolved,

@@ -232,13 +232,6 @@ def loopback() -> Interface:
     return Interface(name=loopback_interface(), address=LOOPBACK_ADDRESS, why="all ranks are on one host")
 
 
-def own_addresses() -> tuple[str, ...]:
-    """List the addresses at which other hosts may reach this one, IPv4 first; the loopback's if there are none."""
-    found = [entry.address for link in read_links() if link.leads_out for entry in link.addresses if entry.lasting]
-    outside = [address for address in found if not is_loopback(address)]
-    return tuple(sorted(outside, key=lambda address: ":" in address)) or (LOOPBACK_ADDRESS,)
-
-
 def interface_towards(address: str) -> Interface:
     """Return the interface by which this host sends to `address`, or that has it when the address is its own.
 

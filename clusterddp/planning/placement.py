@@ -171,7 +171,7 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
     """
     per_node = job.resources.ranks_per_node
     gpus_per_node, device_notes = _gpus_per_node(job, machine)
-    gpus = _free_gpus(job.name, job.resources.nodes * gpus_per_node, machine)
+    gpus = free_gpus(job.name, job.resources.nodes * gpus_per_node, machine)
     backend = _backend(job, gpus_per_node, len(machine.gpus))
     if backend == "nccl" and job.resources.world_size > 1:
         _refuse_shared_cards(job.name, gpus, machine)
@@ -207,7 +207,7 @@ def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[N
                 f"{name} runs on {len(wanted)} GPUs; this machine shows {len(machine.gpus)}",
                 hint=f"clusterddp submit {name} --cpu starts it on the CPU",
             )
-        wanted = _free_gpus(name, len(wanted), machine)
+        wanted = free_gpus(name, len(wanted), machine)
     free = iter(wanted)
     return tuple(
         Node(
@@ -242,8 +242,11 @@ def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
     )
 
 
-def _free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
-    """Choose free GPUs."""
+def free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
+    """Choose free GPUs.
+
+    Raises: GpusInUseError: too few are free.
+    """
     free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)
     if len(free) < wanted:
         raise GpusInUseError(

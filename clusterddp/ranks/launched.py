@@ -1,10 +1,6 @@
 """What the environment says of this process: which launcher started it, which rank it is, and where the ranks meet.
 
-docs/launchers.md has the table of the launchers and their variables. A rank of MPICH's mpirun asks its launcher, by
-PMI-1 (put, barrier, get), where rank 0 is: one line a command, over the socket that PMI_FD names. Hydra ends the
-whole job when a process that has used PMI exits without `finalize`, so `finalize` is sent at once. MPI_Init fails
-afterwards; a program that needs MPI sets MASTER_ADDR itself, so that PMI is not used here. Source: MPICH,
-src/pmi/src/pmi_v1.c; tried with MPICH 4.0.2.
+docs/launchers.md has the table of the launchers and their variables.
 """
 
 from __future__ import annotations
@@ -12,14 +8,11 @@ from __future__ import annotations
 import dataclasses
 import os
 import re
-import select
-import socket
-import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.network.hostlist import MAX_HOSTS, expand
 from clusterddp.network.interface import LOOPBACK_ADDRESS
 from clusterddp.ranks.environment import Variable
@@ -61,15 +54,8 @@ NAMES: dict[Launcher, dict[Key, tuple[str, ...]]] = {
     "pmi": {"rank": ("PMI_RANK",), "world_size": ("PMI_SIZE",)},
     "pmix": {"rank": ("PMIX_RANK",)},
     "kubeflow": {"rank": ("RANK", "PET_NODE_RANK"), "world_size": ("WORLD_SIZE", "PET_NNODES")},
-    "hand": {
-        "rank": ("RANK",),
-        "world_size": ("WORLD_SIZE",),
-        "local_rank": ("LOCAL_RANK",),
-        "local_world_size": ("LOCAL_WORLD_SIZE",),
-        "node_rank": ("GROUP_RANK", "NODE_RANK"),
-        "num_nodes": ("GROUP_WORLD_SIZE",),
-    },
 }
+NAMES["hand"] = NAMES["torchrun"] | {"node_rank": ("GROUP_RANK", "NODE_RANK")}
 """For each number the variables that hold it; the first that is set counts."""
 
 _MAX_ORDINARY_STEP = 0xFFFFFFF0
@@ -89,27 +75,20 @@ class Number:
     value: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Source:
-    """The numbers in the variables of one launcher."""
+_MUST_AGREE: dict[Launcher, tuple[Launcher, ...]] = {
+    "openmpi": ("pmix", "hand"),
+    "srun": ("pmi", "pmix", "hand"),  # Slurm's own plugins for MPI set these
+    "kubeflow": ("kubeflow", "hand"),
+    **dict.fromkeys(("mpich", "pmi", "pmix", "hand"), ("hand",)),
+    "torchrun": (),
+}
+"""The sources that hold the same numbers as a launcher's variables.
 
-    launcher: Launcher
-    numbers: tuple[Number, ...]
-
-    def find(self, key: Key) -> Number | None:
-        return next((number for number in self.numbers if number.key == key), None)
-
-
-def read_launcher(environ: Mapping[str, str]) -> Source | None:
-    """Read the variables of the launcher that started this process; not of one that started that launcher.
-
-    Raises: UsageError: a variable holds no number.
-    """
-    launcher = _find_launcher(environ)
-    return read_source(launcher, environ) if launcher else None
+Those of an outer launcher count something else: SLURM_* around torchrun or mpirun, mpirun around torchrun.
+"""
 
 
-def read_source(launcher: Launcher, environ: Mapping[str, str]) -> Source:
+def _read_numbers(launcher: Launcher, environ: Mapping[str, str]) -> list[Number]:
     """Read the variables of one launcher, as far as they are set.
 
     Raises: UsageError: a variable holds no number.
@@ -120,27 +99,10 @@ def read_source(launcher: Launcher, environ: Mapping[str, str]) -> Source:
         # Slurm's names mean different things: the step's tasks, the job's. Elsewhere two names mean the same number.
         for name in found if launcher in {"hand", "kubeflow"} else found[:1]:
             numbers.append(Number(key=key, variable=name, value=_read(environ, name)))
-    return Source(launcher=launcher, numbers=tuple(numbers))
+    return numbers
 
 
-def sources_that_must_agree(launcher: Launcher) -> tuple[Launcher, ...]:
-    """Return the other sources that hold the same numbers as this launcher's variables, and must agree with them.
-
-    Those of an outer launcher count something else: SLURM_* around torchrun or mpirun, mpirun around torchrun.
-    """
-    return {
-        "torchrun": (),
-        "openmpi": ("pmix", "hand"),
-        "mpich": ("hand",),
-        "srun": ("pmi", "pmix", "hand"),  # Slurm's own plugins for MPI set these
-        "pmi": ("hand",),
-        "pmix": ("hand",),
-        "kubeflow": ("kubeflow", "hand"),
-        "hand": ("hand",),
-    }[launcher]  # type: ignore[return-value]
-
-
-def is_step_task(environ: Mapping[str, str]) -> bool:
+def _is_step_task(environ: Mapping[str, str]) -> bool:
     """Return whether this process or an ancestor of it is a task of a step that srun started."""
     step = environ.get("SLURM_STEP_ID") or environ.get("SLURM_STEPID") or ""
     ordinary = step.isascii() and step.isdigit() and len(step) <= 10 and int(step) <= _MAX_ORDINARY_STEP
@@ -153,7 +115,7 @@ def _find_launcher(environ: Mapping[str, str]) -> Launcher | None:
         ("torchrun", bool(environ.get("TORCHELASTIC_RUN_ID") and environ.get("RANK"))),
         ("openmpi", bool(environ.get("OMPI_COMM_WORLD_RANK"))),
         ("mpich", bool(environ.get("PMI_RANK") and environ.get("MPI_LOCALRANKID"))),  # Hydra: MPICH's, Intel's mpirun
-        ("srun", is_step_task(environ)),
+        ("srun", _is_step_task(environ)),
         ("pmi", bool(environ.get("PMI_RANK"))),
         ("pmix", bool(environ.get("PMIX_RANK"))),
         ("kubeflow", bool(environ.get("PET_NODE_RANK") or environ.get("PET_NNODES"))),
@@ -190,15 +152,6 @@ TITLES: dict[Launcher | None, str] = {
     "hand": "RANK and WORLD_SIZE in the environment",
     None: "no launcher",
 }
-_VARIABLES: dict[Key, str] = {
-    "rank": "RANK",
-    "world_size": "WORLD_SIZE",
-    "local_rank": "LOCAL_RANK",
-    "local_world_size": "LOCAL_WORLD_SIZE",
-    "node_rank": "GROUP_RANK",
-    "num_nodes": "GROUP_WORLD_SIZE",
-}
-_REQUIRED: dict[Key, str] = {"rank": "RANK", "world_size": "WORLD_SIZE"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -214,7 +167,7 @@ class Launched:
     node_rank: int | None = None
     num_nodes: int | None = None
     master_addrs: tuple[str, ...] = ()
-    """Candidate addresses of rank 0, tried in this order; empty: PMI has to be asked."""
+    """Candidate addresses of rank 0, tried in this order."""
     master_port: int | None = None
     """None: rank 0 takes the first free port of a list that follows from `identity`."""
     port_is_taken: bool = False
@@ -241,24 +194,28 @@ def find_place(environ: Mapping[str, str]) -> Launched:
 
     Raises: UsageError: no rank can start here, a variable is missing or invalid, or two contradict each other.
     """
-    _refuse_wrong_places(environ)
-    own = read_launcher(environ)
-    if own is None:
+    launcher = _find_launcher(environ)
+    _refuse_wrong_places(launcher, environ)
+    if launcher is None:
         return Launched(launcher=None, local_rank=0, local_world_size=1, node_rank=0, num_nodes=1)
-    others = [read_source(launcher, environ) for launcher in sources_that_must_agree(own.launcher)]
-    _check_agreement(own, others)
-    numbers = {number.key: number for source in reversed([own, *others]) for number in reversed(source.numbers)}
-    _check_complete(numbers.keys(), own)
+    own = _read_numbers(launcher, environ)
+    found = list(own)
+    for other in _MUST_AGREE[launcher]:
+        others = _read_numbers(other, environ)
+        _check_agreement(launcher, own, other, others)
+        found += others
+    numbers = {number.key: number for number in reversed(found)}
+    _check_complete(launcher, own, numbers.keys())
     launched = Launched(
-        launcher=own.launcher,
+        launcher=launcher,
         **{key: number.value for key, number in numbers.items()},  # type: ignore[arg-type]
-        variables={_VARIABLES[each.key]: Variable(str(each.value), each.variable) for each in numbers.values()},
+        variables={_torchruns(each.key): Variable(str(each.value), each.variable) for each in numbers.values()},
     )
     _check_sizes(launched)
     return _with_master(launched, environ)
 
 
-def _refuse_wrong_places(environ: Mapping[str, str]) -> None:
+def _refuse_wrong_places(launcher: Launcher | None, environ: Mapping[str, str]) -> None:
     run = environ.get("CLUSTERDDP_RUN")
     if run:
         raise UsageError(
@@ -272,36 +229,42 @@ def _refuse_wrong_places(environ: Mapping[str, str]) -> None:
             hint="torchrun -m clusterddp worker SPEC; torchrun reads PET_* itself",
         )
     tasks = environ.get("SLURM_NTASKS", "")
-    if read_launcher(environ) is None and environ.get("SLURM_JOB_ID") and _is_number(tasks) and int(tasks) > 1:
+    if launcher is None and environ.get("SLURM_JOB_ID") and _is_number(tasks) and int(tasks) > 1:
         raise UsageError(
             f"job {environ['SLURM_JOB_ID']} of Slurm has {tasks} tasks (SLURM_NTASKS), this process is none of them",
             hint="srun clusterddp worker SPEC",
         )
 
 
-def _check_agreement(own: Source, others: list[Source]) -> None:
+def _torchruns(key: Key) -> str:
+    """Return torchrun's variable for a number, which a rank gets."""
+    return NAMES["torchrun"][key][0]
+
+
+def _check_agreement(launcher: Launcher, own: list[Number], other: Launcher, others: list[Number]) -> None:
     """Check that variables for the same number have the same value."""
-    for other in others:
-        for number in other.numbers:
-            same = own.find(number.key)
-            if same is not None and same.value != number.value:
-                left_over = f"{TITLES[own.launcher]} has set {same.variable}; unset {number.variable}"
-                raise UsageError(
-                    f"{same.variable} is {same.value} and {number.variable} is {number.value}: "
-                    f"two values for one number ({_VARIABLES[number.key]}), and both are set",
-                    hint=left_over if own.launcher != other.launcher else f"unset {number.variable}",
-                )
+    ours = {number.key: number for number in reversed(own)}
+    for number in others:
+        same = ours.get(number.key)
+        if same is not None and same.value != number.value:
+            left_over = f"{TITLES[launcher]} has set {same.variable}; " if launcher != other else ""
+            raise UsageError(
+                f"{same.variable} is {same.value} and {number.variable} is {number.value}: "
+                f"two values for one number ({_torchruns(number.key)}), and both are set",
+                hint=f"{left_over}unset {number.variable}",
+            )
 
 
-def _check_complete(known: Collection[Key], own: Source) -> None:
-    hints = {
+def _check_complete(launcher: Launcher, own: list[Number], known: Collection[Key]) -> None:
+    hints: dict[Launcher, str] = {
         "pmix": "PMIx sets no variable for the world size: have the launcher set WORLD_SIZE, as mpirun -x does",
         "hand": "each rank has RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT",
     }
-    for key, name in _REQUIRED.items():
+    required: tuple[Key, ...] = ("rank", "world_size")
+    for key in required:
         if key not in known:
-            found = ", ".join(f"{number.variable} is {number.value}" for number in own.numbers)
-            raise UsageError(f"{found}, and {name} is not set", hint=hints.get(own.launcher))
+            found = ", ".join(f"{number.variable} is {number.value}" for number in own)
+            raise UsageError(f"{found}, and {_torchruns(key)} is not set", hint=hints.get(launcher))
 
 
 def _check_sizes(launched: Launched) -> None:
@@ -364,14 +327,12 @@ def _find_addresses(launched: Launched, environ: Mapping[str, str]) -> tuple[tup
         others = _hosts_of(environ.get("OMPI_MCA_orte_node_regex", ""))[1:]
         addresses = (*others[:1], *_addresses_of(environ["OMPI_MCA_orte_hnp_uri"]), *others[1:])
         return addresses, "OMPI_MCA_orte_node_regex and OMPI_MCA_orte_hnp_uri: the hosts of mpirun"
-    if launched.launcher == "openmpi" and environ.get("SLURM_JOB_NODELIST"):
-        # Since Open MPI 5 no variable names the hosts; in an allocation they are the allocation's.
+    if launched.launcher in {"openmpi", "mpich", "pmi"} and environ.get("SLURM_JOB_NODELIST"):
+        # Neither MPICH nor, since version 5, Open MPI names the hosts; in an allocation they are the allocation's.
         return expand(environ["SLURM_JOB_NODELIST"]), "SLURM_JOB_NODELIST: the hosts of the allocation"
-    if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
-        return (), "PMI"
     hints = {
         "openmpi": "mpirun -x MASTER_ADDR=HOST -x MASTER_PORT=29500 ..., HOST being where rank 0 is",
-        "mpich": "mpirun -genv MASTER_ADDR HOST -genv MASTER_PORT 29500 ..., HOST being where rank 0 is",
+        "mpich": "mpirun -genv MASTER_ADDR HOST ..., HOST being where rank 0 is",
     }
     raise UsageError(
         f"rank {launched.rank} of {launched.world_size}: MASTER_ADDR is not set, so the host of rank 0 is not known",
@@ -437,60 +398,3 @@ def _read_port(environ: Mapping[str, str], name: str) -> int:
 
 def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= 9
-
-
-_KEY = "clusterddp-master"
-_MAX_VALUE = 240
-"""The longest value, in bytes: some process managers accept only 256."""
-
-
-def ask_pmi(launched: Launched, environ: Mapping[str, str], addresses: Sequence[str], timeout_s: float) -> Launched:
-    """Add the address of rank 0, which the ranks exchange over PMI; every rank has to call this.
-
-    `addresses`: this host's own.
-    Raises: ClusterddpError: the process manager does not answer, or its answer is not PMI-1.
-    """
-    if launched.master_addrs:
-        return launched
-    deadline = time.monotonic() + timeout_s
-    with _open(environ["PMI_FD"]) as pmi:
-        space = _ask(pmi, "get_my_kvsname", "kvsname", deadline)
-        if launched.rank == 0:
-            value = ",".join(addresses)
-            while len(value) > _MAX_VALUE:
-                value = value.rpartition(",")[0]
-            _ask(pmi, f"put kvsname={space} key={_KEY} value={value}", "rc", deadline)
-        _ask(pmi, "barrier_in", "cmd", deadline)
-        found = tuple(filter(None, _ask(pmi, f"get kvsname={space} key={_KEY}", "value", deadline).split(",")))
-        _ask(pmi, "finalize", "cmd", deadline)
-    variables = {**launched.variables, "MASTER_ADDR": Variable(found[0], "rank 0's address, over PMI")}
-    return dataclasses.replace(launched, master_addrs=found, variables=variables, identity=f"mpirun {space}")
-
-
-def _open(number: str) -> socket.socket:
-    try:
-        return socket.socket(fileno=os.dup(int(number)))  # MPI_Init needs the descriptor itself
-    except (OSError, ValueError) as error:
-        raise ClusterddpError(f"PMI_FD is {number!r}, which is no connection to mpirun: {error}") from error
-
-
-def _ask(pmi: socket.socket, command: str, field: str, deadline: float) -> str:
-    """Send a command; return a field of the answer."""
-    poll = select.poll()
-    poll.register(pmi, select.POLLIN)
-    answer = b""
-    try:
-        pmi.sendall(f"cmd={command}\n".encode())
-        while not answer.endswith(b"\n"):
-            if not poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-                raise TimeoutError("no answer in time")
-            letter = pmi.recv(1)
-            if not letter:
-                raise ConnectionError("it hung up")
-            answer += letter
-    except OSError as error:
-        raise ClusterddpError(f"{socket.gethostname()}: mpirun, asked over PMI for {command!r}: {error}") from error
-    fields = dict(part.partition("=")[::2] for part in answer.decode(errors="replace").split())
-    if fields.get("rc", "0") != "0" or field not in fields:
-        raise ClusterddpError(f"{socket.gethostname()}: mpirun answers {command!r} over PMI with {answer!r}")
-    return fields[field]

@@ -92,9 +92,7 @@ def _link() -> Target:
 
 
 def _meeting() -> Iterator[Target]:
-    from clusterddp.network.interface import read_links
     from clusterddp.network.rendezvous.client import Found
-    from clusterddp.network.socket_links import faster_networks, names_in
     from clusterddp.places.worker.meeting import WORKER, Hello, MeetingServer, Result, Seat, await_decision
     from clusterddp.places.worker.place import group_by_host
     from clusterddp.places.worker.worker import Carried, Decided
@@ -111,7 +109,6 @@ def _meeting() -> Iterator[Target]:
                 for member in server.take_turn(0.0):
                     server._admit(member)
                     group_by_host((own, member.hello))
-                    faster_networks([own.links, member.hello.links], "127.0.0.1")
             finally:
                 server.close()
 
@@ -120,12 +117,11 @@ def _meeting() -> Iterator[Target]:
         verdict = await_decision(Found(connection, connection.receive(1.0)), time.monotonic() - 10)
         if isinstance(verdict, Result):
             noun: Any = "node" if verdict.decided.get("link") else "rank"
-            names_in(Decided.from_json(verdict.decided, Seat(noun=noun, size=4)).networks, read_links())
+            Decided.from_json(verdict.decided, Seat(noun=noun, size=4))
 
     ranks = Decided(
         run="brisk-otter-3", token=TOKEN, attempt=0, identity="job", nodes=(("a", (0, 1)), ("b", (2, 3))), gpus=False,
         backend="gloo", master_addr="10.0.0.1", master_port=29500, reached="10.0.0.1",
-        networks=("10.1.0.0/16",),
     )  # fmt: skip
     nodes = Decided(run="x", token=TOKEN, attempt=0, reached="10.0.0.1", link={"host": "a", "port": 7})
     answers = [Example(value={"kind": "decided", "decided": dataclasses.asdict(each)}) for each in (ranks, nodes)]

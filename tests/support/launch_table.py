@@ -78,7 +78,7 @@ ROWS = (
             slurm("salloc -N2 -n2 mpirun.mpich clusterddp worker job.yaml"),
             bare("mpirun.mpich -n 2 clusterddp worker job.yaml"),
             bare(
-                "mpirun.mpich -hosts node1,node2 -wdir /root/work clusterddp worker job.yaml",
+                "mpirun.mpich -hosts node1,node2 -genv MASTER_ADDR node1 -wdir /root/work clusterddp worker job.yaml",
                 where=Where.LAPTOP,
                 nodes=2,
                 ranks_per_node=1,

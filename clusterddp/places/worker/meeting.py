@@ -27,7 +27,6 @@ import os
 import secrets
 import selectors
 import socket
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -125,8 +124,6 @@ class Hello:
     local_rank: int | None = None
     gpus: int = 0
     """How many GPUs this rank sees."""
-    links: dict[str, int] = field(default_factory=dict)
-    """The links of its host, where it has GPUs; see `report_links`."""
     identity: str = ""
     left_s: float = 0.0
     """How long this participant still waits, in seconds."""
@@ -298,7 +295,6 @@ class MeetingServer:
         self._reached_locally: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._server = Server(listener, self._selector, protocol=WORKER, key=key, num_expected=seat.size, report=report)
-        self._address_check = _AddressCheck(seat, own, self._port, deadline, key)
 
     def release(self) -> list[Connection]:
         """Return the connections to all others; `close` leaves them open."""
@@ -321,8 +317,6 @@ class MeetingServer:
         Raises: PreflightError: one does not match the others, or does not connect in time.
         """
         while len(self.members) + 1 < self._seat.size:
-            if self._address_check.error:
-                raise self._address_check.error
             if time.monotonic() >= self._deadline:
                 raise self._missing(timeout_s)
             self._arrived = self.take_turn()
@@ -382,9 +376,7 @@ class MeetingServer:
         except ValueError:
             connection.close()
             return None
-        if hello.nonce == self._own.nonce:  # the address is none of this host, but leads here, as behind NAT
-            self._address_check.found = ""
-        elif hello.identity == self._own.identity:
+        if hello.identity == self._own.identity:
             return Member(connection, hello)
         connection.send({"kind": "other_job"})
         connection.close()
@@ -435,33 +427,15 @@ class MeetingServer:
         if unproven:
             address, count = unproven.most_common(1)[0]
             gone += f"; {count} connections from {address} did not know the same {JOIN_KEY}"
-        other_address = self._address_check.found
+        other_address = ""
+        if seat.hosts and not any(map(_is_here, seat.hosts)):
+            named = f"{seat.hosts[0]} (from {seat.hosts_from})"
+            other_address = f"; {named} is no address of {self._own.host}, where {seat.noun} 0 is"
         return PreflightError(
             f"{seat.spell(self._absent())} of {seat.size} did not connect to {self._own.host}, port {self._port}, "
-            f"within {timeout_s:g} s (here: {here}{gone})" + (f"; {other_address}" if other_address else ""),
+            f"within {timeout_s:g} s (here: {here}{gone}){other_address}",
             hint=f"look at the output of those {seat.noun}s; network.start_timeout waits longer",
         )
-
-
-class _AddressCheck:
-    """Connects to the address of participant 0 when that is not this host: another one may listen there, or none."""
-
-    def __init__(self, seat: Seat, own: Hello, port: int, deadline: float, key: str) -> None:
-        self.error: PreflightError | None = None
-        self.found = ""
-        elsewhere = [address for address in seat.hosts if not _is_here(address)]
-        if elsewhere and len(elsewhere) == len(seat.hosts):
-            zero = f"{seat.noun} 0"
-            self.found = f"{elsewhere[0]} (from {seat.hosts_from}) is no address of {own.host}, where {zero} is"
-            there = dataclasses.replace(seat, port=port)
-            arguments = (there, own, elsewhere[:1], deadline, key)
-            threading.Thread(target=self._connect, args=arguments, daemon=True).start()
-
-    def _connect(self, seat: Seat, own: Hello, hosts: Sequence[str], deadline: float, key: str) -> None:
-        try:
-            ask_first(seat, own, hosts, deadline, key)
-        except PreflightError as error:
-            self.error = error
 
 
 def ask_first(seat: Seat, own: Hello, hosts: Sequence[str], deadline: float, key: str) -> Result | NotFound | None:

@@ -1,6 +1,6 @@
 """The place of this process in a run: a rank that another launcher has started, or this machine as a node of the spec.
 
-And what each brings to the meeting, which specs it refuses, and the nodes, devices and networks that follow from all.
+And what each brings to the meeting, which specs it refuses, and the nodes and devices that follow from all.
 """
 
 from __future__ import annotations
@@ -12,8 +12,7 @@ import os
 import platform
 import socket
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterddp import __version__
 from clusterddp.errors import PreflightError, UsageError
@@ -25,16 +24,13 @@ from clusterddp.network.interface import (
     is_loopback,
     loopback,
     named_interface,
-    own_addresses,
     read_links,
 )
 from clusterddp.network.port import walk_ports
 from clusterddp.network.rendezvous.handshake import JOIN_KEY
-from clusterddp.network.socket_links import faster_networks, report_links
-from clusterddp.places.worker.meeting import Hello, Met, Seat, digest_spec
+from clusterddp.places.worker.meeting import Hello, Seat, digest_spec
 from clusterddp.planning.prerequisites import check_secrets
 from clusterddp.ranks.environment import Variable
-from clusterddp.ranks.launched import ask_pmi
 
 if TYPE_CHECKING:
     from clusterddp.ranks.launched import Launched
@@ -44,43 +40,15 @@ _TIMEOUT_S = {"rank": 120.0, "node": 300.0}
 """How long participants wait for each other where network.start_timeout does not say; people type on every node."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnHost:
-    """The names and addresses of this host."""
-
-    names: tuple[str, ...]
-    addresses: Mapping[str, str]
-    """Address -> its interface, without the loopback."""
-
-    def __str__(self) -> str:
-        addresses = ", ".join(f"{address} on {name}" for address, name in self.addresses.items())
-        return f"{self.names[0]} ({addresses or 'no address'})"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """One of the hosts, and its addresses as resolved here."""
-
-    host: str
-    addresses: tuple[str, ...]
-    """Empty: the name does not resolve here."""
-
-    def __str__(self) -> str:
-        plain = host_name(self.host)
-        if self.addresses == (plain,):
-            return plain
-        return f"{plain} ({', '.join(self.addresses) or 'a name that is not known here'})"
-
-
 def start_timeout_s(job: JobSpec, noun: str) -> float:
     """Return how long the participants of a run may take to meet, in seconds."""
     return float(job.network.start_timeout.seconds) if job.network.start_timeout else _TIMEOUT_S[noun]
 
 
-def complete_launched(launched: Launched, job: JobSpec, environ: Mapping[str, str]) -> Launched:
-    """Add the port that the spec names, where the launcher sets none, and what only PMI knows.
+def complete_launched(launched: Launched, job: JobSpec) -> Launched:
+    """Add the port that the spec names, where the launcher sets none.
 
-    Raises: UsageError: the launcher sets another port. PreflightError: PMI does not answer.
+    Raises: UsageError: the launcher sets another port.
     """
     port, given = job.network.master_port, launched.variables.get("MASTER_PORT")
     if port != "auto" and not launched.port_is_taken:
@@ -91,8 +59,6 @@ def complete_launched(launched: Launched, job: JobSpec, environ: Mapping[str, st
             )
         known = {**launched.variables, "MASTER_PORT": Variable(str(port), "network.master_port")}
         launched = dataclasses.replace(launched, master_port=port, variables=known)
-    if launched.launcher in {"mpich", "pmi"} and environ.get("PMI_FD"):
-        return ask_pmi(launched, environ, own_addresses(), start_timeout_s(job, "rank"))
     return launched
 
 
@@ -122,7 +88,15 @@ def seat_of_node(job: JobSpec, node_rank: int | None) -> Seat:
 
     hosts = tuple(share.host.host for share in share_out(job))
     if node_rank is None:
-        node_rank = find_own_index(look_up(hosts), read_own_host())
+        name = socket.gethostname()
+        addresses = {
+            entry.address: link.name
+            for link in read_links()
+            for entry in link.addresses
+            if not is_loopback(entry.address)
+        }
+        known = [(host, addresses_of(host)) for host in hosts]
+        node_rank = find_own_index(known, tuple(dict.fromkeys((name, name.partition(".")[0]))), addresses)
     elif node_rank >= len(hosts):
         raise UsageError(f"--node-rank {node_rank}: the spec has nodes 0 to {len(hosts) - 1}: {', '.join(hosts)}")
     port = job.network.master_port
@@ -139,42 +113,50 @@ def seat_of_node(job: JobSpec, node_rank: int | None) -> Seat:
     )
 
 
-def read_own_host() -> OwnHost:
-    """Read the names and addresses of this host.
+def find_own_index(
+    hosts: Sequence[tuple[str, Sequence[str]]], names: Sequence[str], addresses: Mapping[str, str]
+) -> int:
+    """Return which of the hosts this machine is, counted from 0.
 
-    Raises: OSError.
+    `hosts`: each with the addresses that it has here; none: the name is not known. `names` and `addresses` are this
+    machine's, each address with its interface, without the loopback.
+    Raises: PreflightError: it is none of them, or several.
     """
-    name = socket.gethostname()
-    addresses = {
-        entry.address: link.name for link in read_links() for entry in link.addresses if not is_loopback(entry.address)
-    }
-    return OwnHost(names=tuple(dict.fromkeys((name, name.partition(".")[0]))), addresses=addresses)
-
-
-def look_up(hosts: Sequence[str]) -> tuple[Candidate, ...]:
-    """Look the addresses of hosts up, those of IPv4 first."""
-    return tuple(Candidate(host=host, addresses=addresses_of(host)) for host in hosts)
-
-
-def find_own_index(candidates: Sequence[Candidate], own: OwnHost) -> int:
-    """Return which of the hosts this one is, counted from 0.
-
-    Raises: PreflightError: none of them, or several.
-    """
-    reasons = {index: why for index, each in enumerate(candidates) if (why := _why(each, own))}
+    reasons = {index: why for index, each in enumerate(hosts) if (why := _why(*each, names, addresses))}
     if len(reasons) == 1:
         return next(iter(reasons))
+    where = ", ".join(f"{address} on {link}" for address, link in addresses.items()) or "no address"
+    own = f"this machine, {names[0]} ({where}),"
     if not reasons:
-        listed = ", ".join(map(str, candidates))
+        listed = []
+        for host, found in hosts:
+            plain = host_name(host)
+            words = ", ".join(found) or "a name that is not known here"
+            listed.append(plain if list(found) == [plain] else f"{plain} ({words})")
         raise PreflightError(
-            f"this machine, {own}, is none of the hosts of the spec: {listed}",
+            f"{own} is none of the hosts of the spec: {', '.join(listed)}",
             hint="ssh.hosts names each machine once, by a name or address of its own; or --node-rank gives its number",
         )
-    listed = "; ".join(f"node {index} ({candidates[index].host}): {why}" for index, why in reasons.items())
+    all_of = "; ".join(f"node {index} ({hosts[index][0]}): {why}" for index, why in reasons.items())
     raise PreflightError(
-        f"this machine, {own}, is {len(reasons)} of the hosts of the spec: {listed}",
+        f"{own} is {len(reasons)} of the hosts of the spec: {all_of}",
         hint="ssh.hosts names each machine once, by what no other machine has; or --node-rank gives its number",
     )
+
+
+def _why(host: str, found: Sequence[str], names: Sequence[str], addresses: Mapping[str, str]) -> str:
+    """Return by what this machine is the host; empty when it is not."""
+    for address in found:
+        if address in addresses:
+            return f"{address} is on its {addresses[address]}"
+    name = host_name(host).lower().rstrip(".")
+    ours = {each.lower() for each in names}
+    if name in ours or (name.partition(".")[0] in ours and not found):
+        return f"{name} is its name"
+    # 127.0.1.1 stands for the own name in Debian's /etc/hosts.
+    if found and all(is_loopback(address) for address in found):
+        return f"{found[0]} means any machine itself"
+    return ""
 
 
 def introduce(
@@ -193,7 +175,6 @@ def introduce(
     facts = {"torch": torch, "clusterddp": __version__}
     if seat.noun == "node":
         facts |= {"Python": ".".join(platform.python_version_tuple()[:2]), "--resume": resumes or ""}
-    gpus = count_gpus(job, environ) if seat.noun == "rank" else 0
     values = {key: json.dumps(value, sort_keys=True) for key, value in flatten(job.model_dump(mode="json")).items()}
     return Hello(
         noun=seat.noun,
@@ -203,8 +184,7 @@ def introduce(
         spec=digest_spec(values, environ.get(JOIN_KEY, "")),
         facts=facts,
         local_rank=local_rank,
-        gpus=gpus,
-        links=report_links(read_links()) if gpus else {},
+        gpus=count_gpus(job, environ) if seat.noun == "rank" else 0,
         identity=seat.identity,
     )
 
@@ -273,15 +253,6 @@ def count_threads(num_ranks: int) -> int:
     return max(1, mine if mine < (os.cpu_count() or 1) else mine // num_ranks)
 
 
-def decide_networks(job: JobSpec, met: Met) -> tuple[str, ...]:
-    """Decide which networks NCCL's sockets use; none: the one by which rank 0 is reached."""
-    hosts: dict[Any, dict[str, int]] = {hello.place: hello.links for hello in reversed(met.hellos)}
-    if job.network.interface != "auto" or len(hosts) == 1:
-        return ()
-    first = hosts.pop(met.hellos[0].place)
-    return faster_networks([first, *hosts.values()], met.reached)
-
-
 def choose_interface(job: JobSpec, reached: str, num_nodes: int) -> Interface:
     """Choose the interface of this host that carries the traffic of the run; `reached`: the address of the first host.
 
@@ -290,18 +261,3 @@ def choose_interface(job: JobSpec, reached: str, num_nodes: int) -> Interface:
     if job.network.interface != "auto":
         return named_interface(job.network.interface)
     return loopback() if num_nodes == 1 and is_loopback(reached) else interface_towards(reached)
-
-
-def _why(candidate: Candidate, own: OwnHost) -> str:
-    """Return by what this host is the candidate; empty when it is not."""
-    name = host_name(candidate.host).lower().rstrip(".")
-    ours = {each.lower() for each in own.names}
-    for address in candidate.addresses:
-        if address in own.addresses:
-            return f"{address} is on its {own.addresses[address]}"
-    if name in ours or (name.partition(".")[0] in ours and candidate.addresses == ()):
-        return f"{name} is its name"
-    # 127.0.1.1 stands for the own name in Debian's /etc/hosts.
-    if candidate.addresses and all(is_loopback(address) for address in candidate.addresses):
-        return f"{candidate.addresses[0]} means any machine itself"
-    return ""

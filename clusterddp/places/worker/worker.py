@@ -24,10 +24,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.network.interface import read_links
 from clusterddp.network.rendezvous.connection import Connection, Message, flush_all
 from clusterddp.network.rendezvous.handshake import JOIN_KEY
-from clusterddp.network.socket_links import names_in
 from clusterddp.places.registry import launcher_named
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
@@ -37,10 +35,9 @@ from clusterddp.places.worker.place import (
     count_gpus,
     count_threads,
     decide_gpus,
-    decide_networks,
     group_by_host,
 )
-from clusterddp.planning.placement import Placement, Request, read_machine
+from clusterddp.planning.placement import Placement, Request, free_gpus, read_machine
 from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.processes import process_environment, python_path, rank_command
@@ -69,7 +66,7 @@ from clusterddp.run.state import RunState, refuse_resume
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.files import read_json, read_tail, write_json, write_text
-from clusterddp.system.gpu_lease import Lease, spell_busy, take_leases
+from clusterddp.system.gpu_lease import Lease, take_leases
 from clusterddp.system.storage import retry_outage
 from clusterddp.wire import build
 
@@ -106,8 +103,6 @@ class Decided:
     backend: str = "gloo"
     master_addr: str = ""
     master_port: int = 0
-    networks: tuple[str, ...] = ()
-    """Those that NCCL's sockets use instead of the one by which rank 0 is reached."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any], seat: Seat) -> Decided:
@@ -271,7 +266,6 @@ class RankWorker(Worker):
             master_addr=given.value if given and given.origin.endswith("MASTER_ADDR") else met.reached,
             master_port=port or 0,
             reached=met.reached,
-            networks=decide_networks(self.job, met),
         )
         run, _ = self.settle(decided)
         log_event(run, "started", attempt=decided.attempt, by=decided.identity)
@@ -319,10 +313,7 @@ class RankWorker(Worker):
     def _variables(self, decided: Decided, gang: Gang, run: RunDir, interface: str | None) -> dict[str, Variable]:
         """Compute the variables that this rank's environment lacks; those that the launcher has set stay."""
         rank = self.seat.number
-        faster = names_in(decided.networks, read_links()) if decided.networks else ()
-        nodes = tuple(dataclasses.replace(node, nccl_interfaces=faster) for node in gang.nodes)
-        gang = dataclasses.replace(gang, interface=interface, nodes=nodes)
-        variables = gang.variables_of(
+        variables = dataclasses.replace(gang, interface=interface).variables_of(
             rank,
             run_dir=str(run.path),
             attempt=decided.attempt,
@@ -577,15 +568,8 @@ def _lease_gpus(name: str, node_rank: int, count: int, environ: Mapping[str, str
     Raises: PreflightError: the machine has fewer, or fewer are free.
     """
     for _ in range(_TRIES):
-        machine = read_machine(environ)
-        free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)[:count]
-        if len(free) < count:
-            in_use = f", {len(free)} of them free: {spell_busy(machine.busy)}" if len(machine.gpus) >= count else ""
-            raise PreflightError(
-                f"node {node_rank} needs {count} GPUs; this machine has {len(machine.gpus)}{in_use}",
-                hint="--cpu, on all machines, starts the same ranks on the CPU with gloo",
-            )
-        lease = take_leases(free, name, list_gpus(environ))
+        gpus = free_gpus(f"node {node_rank} of {name}", count, read_machine(environ))
+        lease = take_leases(gpus, name, list_gpus(environ))
         if lease is not None:
-            return free, lease
+            return gpus, lease
     raise PreflightError(f"{name}: other runs took the free GPUs in {_TRIES} tries")

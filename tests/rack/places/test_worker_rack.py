@@ -79,8 +79,10 @@ def test_open_mpi_in_an_allocation_is_not_mistaken_for_srun(cluster: Cluster) ->
     assert "started by mpirun (Open MPI)" in done.stderr
 
 
-def test_mpich_reports_the_address_of_rank_0_over_pmi(cluster: Cluster) -> None:
-    done = cluster.run(demand("mpirun.mpich"), "-hosts", "node1,node2", "-n", "2", *worker())
+def test_mpich_over_several_hosts_takes_the_address_of_rank_0(cluster: Cluster) -> None:
+    done = cluster.run(
+        demand("mpirun.mpich"), "-hosts", "node1,node2", "-genv", "MASTER_ADDR", "node1", "-n", "2", *worker()
+    )
     assert done.returncode == 0, done.stderr
     assert cluster.place.values("interface") == ["eth0"] * 2
 

@@ -11,9 +11,6 @@ from clusterddp.network.interface import Link, LinkAddress
 from clusterddp.network.socket_links import faster_networks, names_in, report_links
 from clusterddp.node.head import JoinedNodes
 from clusterddp.node.rank_network import find_rank_network
-from clusterddp.places.worker.meeting import Hello, Met
-from clusterddp.places.worker.place import decide_networks
-from clusterddp.spec.load import load_spec
 from tests.support.launch_runs import plan_text
 
 MGMT = Link(name="eno1", speed_mbit_per_s=1000, addresses=(LinkAddress(address="10.0.0.{n}", prefix=24),))
@@ -90,33 +87,6 @@ def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
         found = (variables["NCCL_SOCKET_IFNAME"].value, variables["GLOO_SOCKET_IFNAME"].value)
         assert found == (expected, "eno1")
         assert network.facts()["nccl_interfaces"] == (tuple(expected[1:].split(",")) if expected != "=eno1" else ())
-
-
-def seen(*hosts: tuple[Link, ...]) -> Met:
-    """Return the ranks that rank 0 of `clusterddp worker` has met: two ranks on each host."""
-    hellos = [
-        Hello(
-            noun="rank",
-            number=rank,
-            size=2 * len(hosts),
-            size_from="x",
-            spec={},
-            facts={},
-            host=f"h{rank // 2}",
-            links=report_links(at(11 + rank // 2, *hosts[rank // 2])),
-        )
-        for rank in range(2 * len(hosts))
-    ]
-    return Met(hellos=tuple(hellos), reached="10.0.0.11", port=1)
-
-
-def test_ranks_of_another_launcher_decide_for_the_same_network(tmp_path) -> None:
-    job = load_spec("name: a\n", environ={}).job
-    assert decide_networks(job, seen((MGMT, IB0), (MGMT, IB0), (MGMT, IB0))) == ("10.1.0.0/16",)
-    assert decide_networks(job, seen((MGMT, IB0), (MGMT, IB0), (MGMT,))) == ()
-    assert decide_networks(job, seen((MGMT, IB0))) == ()
-    named = load_spec("name: a\nnetwork: {interface: eno1}\n", environ={}).job
-    assert decide_networks(named, seen((MGMT, IB0), (MGMT, IB0))) == ()
 
 
 def test_what_is_no_address_is_left_out() -> None:

@@ -75,8 +75,10 @@ def test_on_one_host_ranks_meet_over_loopback() -> None:
     assert find_place(HYDRA).master_addrs == ("127.0.0.1",)
 
 
-def test_over_several_hosts_hydra_is_asked() -> None:
-    assert find_place(HYDRA | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}).master_addrs == ()
+def test_over_several_hosts_mpich_needs_the_address_but_for_an_allocation() -> None:
+    elsewhere = HYDRA | {"MPI_LOCALNRANKS": "1", "MPI_LOCALRANKID": "0"}
+    assert "-genv MASTER_ADDR HOST" in str(refusal(elsewhere).hint)
+    assert find_place(elsewhere | {"SLURM_JOB_NODELIST": "gpu[07-08]"}).master_addrs == ("gpu07", "gpu08")
 
 
 def test_by_hand_only_rank_and_world_size_are_needed() -> None:
