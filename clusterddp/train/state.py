@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 import torch
@@ -142,7 +142,8 @@ def restore_state(
     state.step = min(epoch * schedule.steps_per_epoch + step_in_epoch, schedule.total_steps)
     state.samples = saved["samples"]
     state.train_seconds = saved["train_seconds"]
-    state.totals = Totals(**saved.get("totals", {}))  # checkpoints of earlier versions have none
+    known = {field.name for field in fields(Totals)}  # checkpoints of earlier versions have none, or more
+    state.totals = Totals(**{key: value for key, value in saved.get("totals", {}).items() if key in known})
     state.best_accuracy = saved["best_accuracy"]
     state.evaluation = None if saved["evaluation"] is None else Evaluation(**saved["evaluation"])
 

@@ -41,6 +41,7 @@ _NO_CURVE = frozenset(
         "time",
         "train_seconds",
         "samples",
+        "straggler",  # in rows of earlier versions
     ]
 )
 
@@ -118,8 +119,6 @@ class Curves:
     total_rows: int = 0
     newest: dict[str, Any] = field(default_factory=dict)
     """Each key's newest value, whatever its type."""
-    stragglers: list[tuple[float, int, float]] = field(default_factory=list)
-    """The windows with a straggler, of the rows that were read: time, rank, its ratio."""
     accuracy: Curve = field(default_factory=lambda: Curve("accuracy", "eval"))
     """Of evaluations, and of a script's own rows, as a share 0..1."""
     dropped_keys: bool = False
@@ -155,19 +154,11 @@ class Curves:
             self.accuracy.add(step, share, attempt)
         for key, value in row.items():
             if type(value) is dict:
-                self._take_object(key, kind, step, value, row)
+                for inner, inside in value.items():
+                    if key not in _NO_CURVE and (number := _number(inside)) is not None:
+                        self._add(f"{key}.{inner}", kind, step, number, attempt)
             elif key not in _NO_CURVE and (number := _number(value)) is not None:
                 self._add(key, kind, step, number, attempt)
-
-    def _take_object(self, key: str, kind: str, step: float | None, value: dict[str, Any], row: dict[str, Any]) -> None:
-        if key == "straggler":
-            time, rank, ratio = _number(row.get("time")), value.get("rank"), _number(value.get("ratio"))
-            if time is not None and isinstance(rank, int) and ratio is not None:
-                self.stragglers.append((time, rank, ratio))
-            return
-        for inner, inside in value.items():
-            if (number := _number(inside)) is not None:
-                self._add(f"{key}.{inner}", kind, step, number, row.get("attempt"))
 
     def _add(self, key: str, kind: str, step: float | None, value: float, attempt: Any) -> None:
         curve = self.curves.get((key, kind))

@@ -77,6 +77,8 @@ class Timeline:
     """The attempts of a run, oldest first."""
 
     attempts: tuple[AttemptSpan, ...]
+    stragglers: tuple[tuple[float, int, str], ...] = ()
+    """When a rank became a straggler, which, and for how long the others wait, as text."""
 
     @property
     def times(self) -> Times:
@@ -96,7 +98,7 @@ def read_timeline(
     run: RunDir, record: RunRecord, *, is_finished: bool, now: float, with_ranks: bool = True
 ) -> Timeline:
     """Read the history of a run; with the ranks of its newest attempts only, or with none."""
-    asked = _read_asked(run)
+    asked, stragglers = _read_events(run)
     attempts: list[AttemptSpan] = []
     found = run.attempts()
     for attempt in found:
@@ -109,18 +111,21 @@ def read_timeline(
             with_ranks=with_ranks and attempt.number > found[-1].number - _MAX_ATTEMPTS_WITH_RANKS,
         )
         attempts.append(span)
-    return Timeline(attempts=tuple(attempts))
+    return Timeline(attempts=tuple(attempts), stragglers=tuple(stragglers))
 
 
-def _read_asked(run: RunDir) -> dict[int, float]:
-    """Return when the wait for each attempt began."""
+def _read_events(run: RunDir) -> tuple[dict[int, float], list[tuple[float, int, str]]]:
+    """Return when the wait for each attempt began, and the stragglers."""
     asked: dict[int, float] = {}
+    stragglers: list[tuple[float, int, str]] = []
     with contextlib.suppress(OSError, ClusterddpError):
         for row in read_jsonl(run.events):
             name, at, attempt = row.get("event"), _time(row.get("time")), row.get("attempt")
             if isinstance(name, str) and name in _ASKED and isinstance(attempt, int) and at is not None:
                 asked.setdefault(attempt, at)
-    return asked
+            elif name == "straggler" and isinstance(rank := row.get("rank"), int) and at is not None:
+                stragglers.append((at, rank, str(row.get("text", ""))))
+    return asked, stragglers
 
 
 def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: float, with_ranks: bool) -> AttemptSpan:

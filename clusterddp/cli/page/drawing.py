@@ -302,13 +302,13 @@ class _Axis:
         return self.place(begin), self.place(end)
 
 
-def timeline_strip(timeline: Timeline, stragglers: Sequence[tuple[float, int, float]], number: int) -> Html | None:
+def timeline_strip(timeline: Timeline, number: int) -> Html | None:
     """Draw when a run waited and ran, and each of its ranks; None for a run without an attempt."""
     attempts = timeline.attempts[-_MAX_ATTEMPTS:]
     if not attempts:
         return None
     axis = _Axis(attempts[0].asked, attempts[-1].ended)
-    ranks, top = _ranks(attempts, stragglers, axis, 2 * _BAR + 6)
+    ranks, top = _ranks(attempts, timeline.stragglers, axis, 2 * _BAR + 6)
     parts = [el("text", "attempts", x=0, y=_BAR - 6), *(_attempt(attempt, axis) for attempt in attempts)]
     height = top + 22
     sentences = (
@@ -348,7 +348,7 @@ def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
 
 
 def _ranks(
-    attempts: Sequence[AttemptSpan], stragglers: Sequence[tuple[float, int, float]], axis: _Axis, top: float
+    attempts: Sequence[AttemptSpan], stragglers: Sequence[tuple[float, int, str]], axis: _Axis, top: float
 ) -> tuple[Html, float]:
     """Draw the ranks as rows; equal neighbours are one bar. Return the drawing and where it ends."""
     count = 1 + max((rank.rank for attempt in attempts for rank in attempt.ranks), default=-1)
@@ -362,9 +362,8 @@ def _ranks(
             text = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
             begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
             bars.append(_bar(first.state, text, axis.span(first.started, first.ended), (begin, end)))
-    for moment, rank, ratio in stragglers[-_MAX_BARS // 4 :]:
+    for moment, rank, text in stragglers[-_MAX_BARS // 4 :]:
         if 0 <= rank < count:
-            text = f"rank {rank} takes {ratio:.2f} times as long as the others"
             begin, end = top + rank * row, top + (rank + 1) * row
             bars.append(_bar("slow", text, axis.span(moment, moment), (begin, end)))
     every = max(1, -(-count // 20))

@@ -134,7 +134,7 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         section("Values", _curves_table(report, limits.rows)),
         section(
             "Time",
-            timeline_strip(report.timeline, report.curves.stragglers, 900),
+            timeline_strip(report.timeline, 900),
             _attempts_table(report, limits.rows),
         ),
         section("Ranks", _ranks_table(report, limits.rows)),
@@ -164,7 +164,7 @@ def _detail(report: RunReport, number: int) -> Html:
         el("h3", report.status.run, " ", _state(report.status.state.value)),
         el("p", _where(report), class_="soft"),
         _cause(report),
-        timeline_strip(report.timeline, report.curves.stragglers, number),
+        timeline_strip(report.timeline, number),
     )
 
 

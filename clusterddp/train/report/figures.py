@@ -1,4 +1,4 @@
-"""The figures of a window of steps and of a whole run, over all ranks: loss, speed, waiting, memory, stragglers.
+"""The figures of a window of steps and of a whole run, over all ranks: loss, speed, waiting, memory.
 
 `StepClock` has this rank's times. `Meter.read` adds up those of all ranks in one all-reduce, into the `Totals` of the
 window. `figures_of` makes the figures of a row in metrics.jsonl from these, and those of summary.json from the run's.
@@ -26,8 +26,6 @@ from clusterddp.train.group import Group, sum_over_ranks
 
 _BIN = math.log(1.01)  # step times of a run are kept to one part in a hundred, so that their number does not grow
 _ACCURACIES = (0.5, 0.6, 0.7, 0.8, 0.85, 0.9, 0.91, 0.92, 0.93, 0.94, 0.95, 0.96, 0.97, 0.98, 0.99)
-_STRAGGLER = 1.25
-"""Times the others' median, from which on a rank is a straggler."""
 
 StepEvent = Literal["step", "load_begin", "load_end", "wait_begin", "wait_end", "step_end"]
 """`step`: a step begins. `load_*`: around taking and augmenting a micro-batch. `wait_*`: around waiting for the other
@@ -157,20 +155,16 @@ class Totals:
     """The spread of each window times its steps."""
     bins: dict[int, int] = field(default_factory=dict)
     """How many steps took 1.01 to the power of the key, in ms."""
-    straggler: dict[str, Any] | None = None
-    """The rank that was slow in two windows in a row, and how many times as long as the others it took."""
     time_to_accuracy: dict[str, float] = field(default_factory=dict)
     """Seconds in steps until an evaluation first reached this accuracy, written with two digits."""
 
     def add(self, window: Totals) -> None:
-        """Add a window, whose `straggler` is the present one."""
+        """Add a window."""
         for name in ("steps", "steps_ms", "data_ms", "exposed_ms", "bytes_sent", "spread"):
             setattr(self, name, getattr(self, name) + getattr(window, name))
         self.memory_mb = max(self.memory_mb, window.memory_mb)
         for key, count in window.bins.items():
             self.bins[key] = self.bins.get(key, 0) + count
-        if window.straggler and window.straggler["ratio"] > (self.straggler or {"ratio": 0.0})["ratio"]:
-            self.straggler = window.straggler
 
     def reach(self, accuracy: float, train_seconds: float) -> None:
         """Record which accuracies an evaluation has reached for the first time."""
@@ -196,8 +190,6 @@ class Meter:
         self.clock = StepClock(group.device)
         self.clock.follow(model)
         self._model = model
-        self._suspect: int | None = None
-        """The rank that was slow in the last window."""
         self.group = group
 
     def read(self, window: Window, *, last_step: int, bytes_per_step: float) -> WindowFigures:
@@ -208,7 +200,7 @@ class Meter:
         group = self.group
         times = self.clock.read()
         own = [
-            statistics.median(times.busy_ms),  # the median: one slow step makes no straggler
+            statistics.median(times.busy_ms),  # the median: one slow step says nothing of a rank
             sum(times.steps_ms),
             times.data_ms,
             times.exposed_ms,
@@ -232,9 +224,6 @@ class Meter:
     def _sum_up(self, ranks: list[list[float]], steps_ms: list[float], bytes_per_step: float) -> Totals:
         """Make a window's totals of each rank's numbers (as `read` lists them) and this rank's steps."""
         busy_ms, sums_ms, data_ms, exposed_ms, memory_mb = (list(column) for column in zip(*ranks, strict=True))
-        slowest, ratio = find_slowest(busy_ms)
-        slow = slowest if ratio >= _STRAGGLER else None
-        confirmed, self._suspect = slow is not None and slow == self._suspect, slow
         totals = Totals(
             steps=len(steps_ms),
             steps_ms=sum(sums_ms),
@@ -242,8 +231,7 @@ class Meter:
             exposed_ms=sum(exposed_ms),
             memory_mb=max(memory_mb),
             bytes_sent=bytes_per_step * len(steps_ms),
-            spread=ratio * len(steps_ms),
-            straggler={"rank": slowest, "ratio": ratio} if confirmed else None,
+            spread=spread_of(busy_ms) * len(steps_ms),
         )
         for step_ms in steps_ms:
             key = round(math.log(max(step_ms, 1e-6)) / _BIN)
@@ -251,12 +239,11 @@ class Meter:
         return totals
 
 
-def find_slowest(busy_ms: list[float]) -> tuple[int, float]:
-    """Return the slowest rank, and how many times as long as the median of the other ranks it takes."""
-    rank = max(range(len(busy_ms)), key=busy_ms.__getitem__)
-    others = busy_ms[:rank] + busy_ms[rank + 1 :]
-    median = statistics.median(others) if others else busy_ms[rank]
-    return rank, busy_ms[rank] / median if median > 0 else 1.0
+def spread_of(busy_ms: list[float]) -> float:
+    """Return how many times as long as the median of the other ranks the slowest rank takes."""
+    *others, slowest = sorted(busy_ms)
+    median = statistics.median(others) if others else slowest
+    return slowest / median if median > 0 else 1.0
 
 
 def figures_of(totals: Totals, images_per_s: float, *, world_size: int, **conditions: Any) -> dict[str, Any]:
@@ -273,7 +260,6 @@ def figures_of(totals: Totals, images_per_s: float, *, world_size: int, **condit
         "comm_bytes_per_step": round(totals.bytes_sent / max(1, totals.steps)),
         "memory_peak_mb": round(totals.memory_mb, 1),
         "straggler_spread": round(totals.spread / max(1, totals.steps), 3),
-        "straggler": totals.straggler,
         **conditions,
     }
 

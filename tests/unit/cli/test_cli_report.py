@@ -189,9 +189,9 @@ def test_many_ranks_that_look_equal_are_one_bar() -> None:
     attempt = AttemptSpan(
         number=0, asked=1e9, started=1e9, ended=1e9 + 3600, outcome="FAILED", reason="", will_restart=False, ranks=ranks
     )
-    drawn = str(timeline_strip(Timeline(attempts=(attempt,)), [(1e9 + 60, 2000, 1.5)], 0))
+    drawn = str(timeline_strip(Timeline(attempts=(attempt,), stragglers=((1e9 + 60, 2000, "rank 2000 waits"),)), 0))
     assert drawn.count("<rect") < 300
-    for words in ("rank 1501 on gpu187: FAILED", "ranks 1502-1503 on gpu187: KILLED", "rank 2000 takes 1.50 times"):
+    for words in ("rank 1501 on gpu187: FAILED", "ranks 1502-1503 on gpu187: KILLED", "rank 2000 waits"):
         assert words in drawn
 
 
