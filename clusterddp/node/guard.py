@@ -15,8 +15,8 @@ import contextlib
 import dataclasses
 import json
 import os
-import select
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Mapping
@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.processes import start_guard
+from clusterddp.node.processes import leave_to_reap
 from clusterddp.ranks.environment import COOKIE, cookie, rank_cookies
 from clusterddp.run.attempts import close_attempt, failed_by, loss_of_nodes
 from clusterddp.run.cleanup import end_processes, find_processes
@@ -35,7 +35,8 @@ from clusterddp.system.files import is_file
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before the guard does."""
-_READY_TIMEOUT_S = 10.0
+_BLOCKED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
+"""A batch system signals every process of a job."""
 _MAX_RESPAWNS = 20
 
 
@@ -73,13 +74,9 @@ class Guard:
         self._environment = dict(environment) | {COOKIE: cookie(order.gang.token, f"g{order.node_rank}")}
         self._log = log
         self._keep = keep
-        self._pipe = self._ready = -1
+        self._pipe = -1
         self._respawns = 0
         self._start()
-
-    def await_ready(self) -> None:
-        """Wait until the guard runs."""
-        select.select([self._ready], [], [], _READY_TIMEOUT_S)
 
     def update(self, **changes: Any) -> None:
         """Send the guard what has changed."""
@@ -94,24 +91,35 @@ class Guard:
         if self.pid not in exits or self._respawns >= _MAX_RESPAWNS:
             return False
         self._respawns += 1
-        self._close()
+        os.close(self._pipe)
         self._start()
         return True
 
     def dismiss(self) -> None:
         """Let the guard exit without a cleanup, and wait for its exit."""
         self._send({"done": True})
-        self._close()
+        os.close(self._pipe)
         with contextlib.suppress(ChildProcessError):
             os.waitpid(self.pid, 0)
 
     def _start(self) -> None:
-        self.pid, self._pipe, self._ready = start_guard(environment=self._environment, log=self._log, keep=self._keep)
+        reader, self._pipe = os.pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the guard inherits it, and never unblocks them
+        try:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "clusterddp.node.guard"],
+                stdin=reader,
+                stdout=self._log,
+                stderr=self._log,
+                env=self._environment,
+                start_new_session=True,
+                pass_fds=self._keep,
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            os.close(reader)
+        self.pid = leave_to_reap(process)
         self._send(self.facts.to_json())
-
-    def _close(self) -> None:
-        os.close(self._pipe)
-        os.close(self._ready)
 
     def _send(self, message: dict[str, Any]) -> None:
         # A guard that was killed is started again when its end is noticed, and receives all facts then.
@@ -121,9 +129,6 @@ class Guard:
 
 def main() -> int:
     """Wait for the supervisor's end, and clean up if it was killed."""
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
-        signal.signal(number, signal.SIG_IGN)  # a batch system signals every process of a job
-    os.close(int(sys.argv[1]))
     facts = read_facts()
     if facts is not None:
         node = facts.order.node

@@ -8,7 +8,6 @@ listed for a minute.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import ipaddress
 import os
 import signal
@@ -25,7 +24,6 @@ from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.attempt import CERTAIN, OWN, read_rank_end
 from clusterddp.node.hang_watch import NodeStacks
 from clusterddp.node.link import report_of
-from clusterddp.node.log import log_line
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, plan_launch
@@ -38,7 +36,6 @@ from clusterddp.run.preload import find_preload
 from clusterddp.run.record import RankEnd, RankRecord, write_rank
 from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
 from clusterddp.system.files import is_file
-from clusterddp.system.processes import is_stopped
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -92,8 +89,6 @@ _CONNECTIONS_EVERY_S = 20.0
 _NCCL_FIRST_S, _NCCL_LAST_S = 2.0, 300.0
 """After the start of the ranks: NCCL chooses when they first communicate, and opens links as it needs them."""
 _MAX_NCCL_BYTES = 1 << 20
-_STOPPED_EVERY_S = 5.0
-"""A rank is reported that is stopped at two looks: the ranks of a suspended job may resume a moment after us."""
 
 
 class LocalRanks:
@@ -201,15 +196,8 @@ class LocalRanks:
             self._continue_end(attempt, attempt.ending, now)
         else:
             self._look_for_stop(attempt, complete=True)
-            self._look_for_stopped_ranks(attempt, now)
             self._stacks.tick(attempt.dir, attempt.pids, now)
             self._usage.tick(attempt.pids)
-
-    def _look_for_stopped_ranks(self, attempt: LocalAttempt, now: float) -> None:
-        records = [attempt.records[rank] for rank in sorted(attempt.running)] if attempt.started else []
-        for record in attempt.stopped.look(records, now):
-            attempt.records[record.rank] = record
-            self._records.put(attempt.dir, record)
 
     def _look_for_stop(self, attempt: LocalAttempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
@@ -332,9 +320,8 @@ class LocalRanks:
         if (ending.cleanup.clear and not attempt.running) or now >= ending.give_up_at:
             self._attempt = None
             attempt.watch.look()
-            orphans = ending.cleanup.killed - {record.pid for record in attempt.records.values()}
             left = sorted({*ending.cleanup.left, *(attempt.records[rank].pid for rank in attempt.running)})
-            facts = {"swept": len(orphans), "connected": attempt.watch.seen, "asked": is_file(attempt.dir.asked)}
+            facts = {"connected": attempt.watch.seen, "asked": is_file(attempt.dir.asked)}
             self._report({"kind": "ended", "left": left, **facts})
 
     def _fail(self, error: str) -> None:
@@ -433,32 +420,6 @@ class NcclWatch:
         return merged
 
 
-class StoppedRanks:
-    """Finds ranks that SIGSTOP has stopped: they hold up the whole gang, and no error reports it."""
-
-    def __init__(self) -> None:
-        self._look_at = 0.0
-        self._seen: frozenset[int] = frozenset()
-
-    def look(self, records: Sequence[RankRecord], now: float) -> list[RankRecord]:
-        """Return, and log, the records that change: their ranks were stopped, or have resumed."""
-        if now < self._look_at:
-            return []
-        self._look_at = now + _STOPPED_EVERY_S
-        changed = []
-        seen = {record.rank for record in records if is_stopped(record.pid)}
-        for record in records:
-            if record.rank in seen & self._seen and record.stopped is None:
-                changed.append(dataclasses.replace(record, stopped=time.time()))
-            elif record.rank not in seen and record.stopped is not None:
-                changed.append(dataclasses.replace(record, stopped=None))
-        for record in changed:
-            what = "was stopped by a signal" if record.stopped else "goes on"
-            log_line(f"rank {record.rank} (pid {record.pid}) {what}")
-        self._seen = frozenset(seen)
-        return changed
-
-
 def _read_ended(log: Path) -> str:
     with contextlib.suppress(OSError):
         descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -495,7 +456,6 @@ class LocalAttempt:
     stop_wanted: str | None = None
     """The reason of a request to stop that the run's storage, which is away, has not taken yet."""
     ending: LocalEnding | None = None
-    stopped: StoppedRanks = field(default_factory=StoppedRanks)
     nccl: NcclWatch | None = None
 
     @property

@@ -44,35 +44,7 @@ def start_rank(
             start_new_session=True,
             pass_fds=_given(listener),
         )
-    return _take_over(process)
-
-
-def start_guard(*, environment: dict[str, str], log: int, keep: tuple[int, ...] = ()) -> tuple[int, int, int]:
-    """Start the guard in a session of its own.
-
-    Return its pid, the pipe to it, and a pipe that ends when it is ready or has ended. It inherits the descriptors
-    `keep`.
-    """
-    reader, writer = os.pipe()
-    ready, getting_ready = os.pipe()
-    try:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.node.guard", str(getting_ready)],
-            stdin=reader,
-            stdout=log,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-            pass_fds=(getting_ready, *keep),
-        )
-    except OSError:
-        os.close(writer)
-        os.close(ready)
-        raise
-    finally:
-        os.close(reader)
-        os.close(getting_ready)
-    return _take_over(process), writer, ready
+    return leave_to_reap(process)
 
 
 def start_fork_server(
@@ -98,7 +70,7 @@ def start_fork_server(
         except OSError:
             ours.close()
             raise
-    return _take_over(process), ours
+    return leave_to_reap(process), ours
 
 
 def open_for_append(path: Path) -> int:
@@ -159,7 +131,7 @@ def start_into_memory(program: str, *arguments: str) -> int | None:
         return None
     memory = os.memfd_create(f"clusterddp-{program}")
     try:
-        _take_over(
+        leave_to_reap(
             subprocess.Popen([path, *arguments], stdin=subprocess.DEVNULL, stdout=memory, stderr=subprocess.DEVNULL)
         )
     except OSError:
@@ -176,7 +148,7 @@ def _given(listener: int | None) -> tuple[int, ...]:
     return () if listener is None else (listener,)
 
 
-def _take_over(process: subprocess.Popen[bytes]) -> int:
+def leave_to_reap(process: subprocess.Popen[bytes]) -> int:
     """Leave the waiting to `reap`, which collects all children, and keep Popen from warning."""
     process.returncode = 0
     return process.pid

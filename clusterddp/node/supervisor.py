@@ -251,7 +251,8 @@ class Supervisor:
     def run(self) -> int:
         """Run until the head ends the run, or is lost, and nothing of this node is left."""
         while True:
-            self._selector.select(_FAST_POLL_S if self._polls_fast else _POLL_S)
+            polls_fast = self._ranks.polls_fast or self.uplink.polls_fast
+            self._selector.select(_FAST_POLL_S if polls_fast else _POLL_S)
             now = self._clock.tick()
             self._take_signals()
             self._read_parent(now)
@@ -264,8 +265,11 @@ class Supervisor:
             if self._job is not None:
                 self._job.on_exits(exits)
             self._ranks.tick(now)
-            self._await_tasks()
-            self._watch_takeover(now)
+            if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
+                self._missing = self._tasks.missing
+                self.uplink.report({"kind": "missing", "ranks": self._missing})
+            if self._takeover is not None and (later := self._takeover.look(now)) is not None:
+                self._give_way(later, now)
             while orders := self.uplink.pump(now):
                 for order in orders:
                     self._ranks.obey(order, now)
@@ -282,30 +286,19 @@ class Supervisor:
             self._lost_head = LostHead(self._order, attempt, loss, self._ranks.interface, now)
         return self._ranks.idle and self._lost_head.is_recorded(now)
 
-    def _watch_takeover(self, now: float) -> None:
-        """End this node's ranks when another start of the job has taken the run over."""
-        if self._takeover is None or (later := self._takeover.look(now)) is None:
-            return
+    def _give_way(self, later: int, now: float) -> None:
+        """End this node's ranks: another start of the job has taken the run over."""
         error = f"attempt {later} of the run has begun elsewhere"
         log_line(error)
         node = self._order.node
         self.uplink.report(report_of("failed", RankEnd(rank=min(node.ranks), host=node.host, error=error)))
         self._ranks.begin_end(now)
 
-    @property
-    def _polls_fast(self) -> bool:
-        return self._ranks.polls_fast or self.uplink.polls_fast
-
     def dismiss_tasks(self, exit_code: int) -> None:
         """Let the job's tasks exit, once the helpers have; from then on its end may end this process at any moment."""
         if self._tasks is not None:
             self._helpers.finish()
             self._tasks.dismiss(exit_code)
-
-    def _await_tasks(self) -> None:
-        if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
-            self._missing = self._tasks.missing
-            self.uplink.report({"kind": "missing", "ranks": self._missing})
 
     def _report_joined(self) -> None:
         if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
@@ -365,7 +358,6 @@ def main(place: JobPlace | None = None) -> int:
     supervisor: Supervisor | None = None
     try:
         supervisor = Supervisor(order, parent, signals, guard, place)
-        guard.await_ready()
         exit_code = supervisor.run()
     except Exception as error:
         # Any error, a bug or the machine's, ends all ranks and is recorded as the cause.
@@ -405,54 +397,58 @@ def reach_head(
 
     Raises: OSError, ClusterddpError: no port is free to listen at.
     """
-    join = _join_message(order, missing)
+    join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
+    if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
+        # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
+        join["links"] = report_links(read_links())
     limits = Limits(
         host_silence_s=order.gang.host_silence_s,
         heartbeat_timeout_s=order.gang.heartbeat_timeout_s,
         spans_hosts=order.spans_hosts,
     )
+    ports = walk_ports(f"link:{order.job.job_id}", LINK_PORTS) if order.job is not None else []
     if order.is_head:
-        here = HeadHere(order.gang, selector, limits, listener=_listen_as_head(order), join=join)
-        here.head = _make_head(order, here, guard=guard, helpers=helpers, job=job, now=now)
+        in_job_of_hosts = order.job is not None and order.spans_hosts
+        listener = listen_on_walk(ports) if in_job_of_hosts else listen(order.gang.master_addr or LOOPBACK_ADDRESS)
+        here = HeadHere(order.gang, selector, limits, listener=listener, join=join)
+        here.head = Head(
+            order.run,
+            order.gang,
+            first_attempt=order.attempt,
+            first_restart=order.first_restart,
+            rendezvous_seed=f"slurm:{order.job.job_id}" if order.job else order.gang.token,
+            job=job,
+            guard=guard,
+            helpers=helpers,
+            send=here.send,
+            now=now,
+        )
         if order.job is None:
             host, port = here.address
             print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
         return here
     listener = listen_on_walk([0]) if order.spans_hosts else listen(LOOPBACK_ADDRESS)
-    return HeadElsewhere(
-        order.gang,
-        order.node.node_rank,
-        _search_of_head(order, selector, join | {"port": listener.getsockname()[1]}),
-        selector,
-        limits,
-        listener=listener,
-        known=order.link,
-        in_job=order.job is not None,
-        now=now,
-    )
-
-
-def _join_message(order: SupervisorOrder, missing: tuple[int, ...]) -> Message:
-    join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
-    if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
-        # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
-        join["links"] = report_links(read_links())
-    return join
-
-
-def _search_of_head(order: SupervisorOrder, selector: selectors.BaseSelector, join: Message) -> Search:
-    """Search the head where it is known to listen; in a job at the ports of the job, on the hosts that may run it."""
-    hosts, ports = ([order.link["host"]], [order.link["port"]]) if order.link is not None else ([], [])
-    if order.link is None:
-        assert order.job is not None
-        hosts, ports = list(order.job.heads), _link_ports(order.job.job_id)
-    return Search(
-        lambda: resolve(hosts) if order.link is None else hosts,
-        ports,
+    # In a job the head is searched at the ports of the job, on the hosts that may run it.
+    known, heads = order.link, order.job.heads if order.job is not None else ()
+    join["port"] = listener.getsockname()[1]
+    search = Search(
+        lambda: resolve(heads) if known is None else [known["host"]],
+        ports if known is None else [known["port"]],
         protocol=SUPERVISORS,
         key=order.gang.token,
         introduce=lambda connection: join,
         selector=selector,
+    )
+    return HeadElsewhere(
+        order.gang,
+        order.node.node_rank,
+        search,
+        selector,
+        limits,
+        listener=listener,
+        known=known,
+        in_job=order.job is not None,
+        now=now,
     )
 
 
@@ -465,33 +461,6 @@ def resolve(hosts: Sequence[str]) -> list[str]:
             log_line(f"{host} is not resolved by {socket.gethostname()}")
         addresses += found
     return [address for address in dict.fromkeys(addresses) if not is_loopback(address)]
-
-
-def _listen_as_head(order: SupervisorOrder) -> socket.socket:
-    if order.job is None or not order.spans_hosts:
-        return listen(order.gang.master_addr or LOOPBACK_ADDRESS)
-    return listen_on_walk(_link_ports(order.job.job_id))
-
-
-def _make_head(
-    order: SupervisorOrder, here: HeadHere, *, guard: Guard, helpers: Helpers, job: JobWatch | None, now: float
-) -> Head:
-    return Head(
-        order.run,
-        order.gang,
-        first_attempt=order.attempt,
-        first_restart=order.first_restart,
-        rendezvous_seed=f"slurm:{order.job.job_id}" if order.job else order.gang.token,
-        job=job,
-        guard=guard,
-        helpers=helpers,
-        send=here.send,
-        now=now,
-    )
-
-
-def _link_ports(job_id: str) -> list[int]:
-    return walk_ports(f"link:{job_id}", LINK_PORTS)
 
 
 if __name__ == "__main__":

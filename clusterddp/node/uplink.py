@@ -8,7 +8,6 @@ import selectors
 import socket
 import time
 from collections import deque
-from typing import Protocol
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.client import Attempt, AuthenticatedAttempt, Found, Search
@@ -26,35 +25,6 @@ _CONNECT_S = 8.0
 """How long the host of a head that is known to listen may take to accept a connection at first."""
 _MAX_PROBES = 16
 """How many connections of the head, which only tests whether this process listens, are closed in one turn."""
-
-
-class Uplink(Protocol):
-    """What the supervisor's loop needs of the head, on this host or another."""
-
-    @property
-    def exit_code(self) -> int | None:
-        """Set when the supervisor is to exit as soon as nothing of its node is left."""
-
-    @property
-    def head_lost(self) -> Loss | None:
-        """Why the head is lost, when it is."""
-
-    @property
-    def joined(self) -> bool:
-        """True once the head has accepted this node."""
-
-    @property
-    def polls_fast(self) -> bool:
-        """True while something is to be done at once, or things change within milliseconds."""
-
-    def report(self, message: Message) -> None:
-        """Send the head a message."""
-
-    def pump(self, now: float) -> list[Message]:
-        """Receive and send messages; return the head's orders for this node."""
-
-    def report_fatal_error(self, error: str) -> None:
-        """Report an error that ends this supervisor: to the head, or, when this is the head, by closing all links."""
 
 
 class HeadElsewhere:
@@ -78,8 +48,10 @@ class HeadElsewhere:
         `known`: the address where the head listens already; None: it starts to listen at one of the candidates.
         """
         self.exit_code: int | None = None
+        """Set when the supervisor is to exit as soon as nothing of its node is left."""
         self.head_lost: Loss | None = None
         self.joined = False
+        """True once the head has accepted this node."""
         self._token = gang.token
         self._node = gang.nodes[node_rank]
         self._selector = selector
@@ -97,15 +69,18 @@ class HeadElsewhere:
 
     @property
     def polls_fast(self) -> bool:
+        """True while something is to be done at once, or things change within milliseconds."""
         return not self.joined or self._peer.broken
 
     def report(self, message: Message) -> None:
+        """Send the head a message."""
         if self.head_lost is None:
             self._peer.send(message)
         if self._in_job and message.get("signal") == "SIGTERM" and self._peer.is_quiet(self._now):
             self._peer.lose(HOST_SILENT)  # the batch system has found the same, and is about to kill the job
 
     def pump(self, now: float) -> list[Message]:
+        """Receive and send messages; return the head's orders for this node."""
         if self.head_lost is not None:
             return []
         self._now = now
@@ -122,6 +97,7 @@ class HeadElsewhere:
         return orders
 
     def report_fatal_error(self, error: str) -> None:
+        """Report an error that ends this supervisor."""
         node = self._node
         self.report(report_of("failed", RankEnd(rank=min(node.ranks), host=node.host, error=error)))
         behind = time.monotonic() - self._now  # on the supervisor's clock, which does not tick any more
@@ -205,7 +181,7 @@ class HeadElsewhere:
 class HeadHere:
     """Node 0's uplink: the head is in this process, the other nodes are its peers."""
 
-    head_lost = None
+    head_lost: Loss | None = None
     joined = True
 
     def __init__(
@@ -271,6 +247,7 @@ class HeadHere:
         return orders
 
     def report_fatal_error(self, error: str) -> None:
+        """Close all links; the other nodes then end their ranks."""
         self._server.close()
         for peer in self._peers.values():
             peer.lose(Loss("failed", error))
@@ -317,3 +294,6 @@ class HeadHere:
             self.head.on_report(node_rank, message, now)
         connection.send({"kind": "welcome", "session": self._session, "received": peer.received})
         peer.connect(connection, received, now)
+
+
+Uplink = HeadHere | HeadElsewhere

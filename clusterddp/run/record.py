@@ -178,8 +178,6 @@ class RankRecord:
     started: float
     process: dict[str, Any] | None = None
     """Its `ProcessIdentity`, if no supervisor watches it."""
-    stopped: float | None = None
-    """When it was first seen stopped by a signal (SIGSTOP); None: it runs, or has ended."""
     ended: float | None = None
     exit_code: int | None = None
     signal: str | None = None
@@ -204,9 +202,7 @@ class RankRecord:
     def at_end(self, end: RankEnd) -> RankRecord:
         """Return the record of the rank that has just ended."""
         error = "ended with the gang" if end.on_order and end.signal is not None else end.error or None
-        return dataclasses.replace(
-            self, stopped=None, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error
-        )
+        return dataclasses.replace(self, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error)
 
 
 class StartedNode(TypedDict, total=False):

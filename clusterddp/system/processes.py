@@ -72,11 +72,6 @@ def read_process(pid: int) -> Process:
     return Process(pid=pid, parent=int(parent), started=ticks / os.sysconf("SC_CLK_TCK"), zombie=state in b"ZX")
 
 
-def is_stopped(pid: int) -> bool:
-    """Return whether a signal (SIGSTOP, SIGTSTP) has stopped a process; False if that cannot be found out."""
-    return read_state(pid) == "T"
-
-
 def read_state(pid: int) -> str:
     """Read what a process does, by the letter of /proc: R runs, S sleeps, D waits for a disk, T is stopped.
 

@@ -57,15 +57,6 @@ class RankStatus:
         return values if self.owns is None else values | {"owns": list(self.owns)}
 
 
-def stopped_ranks(attempt: AttemptDir) -> list[str]:
-    """Name the ranks that a signal has stopped; all others wait for them."""
-    return [
-        f"rank {record.rank} on {record.host} is stopped by a signal: kill -CONT {record.pid} there continues it"
-        for record in read_ranks(attempt)
-        if record.stopped is not None and record.ended is None
-    ]
-
-
 def count_started(attempt: AttemptDir) -> int:
     """Count the ranks of an attempt that have started, by the names of their records alone."""
     try:

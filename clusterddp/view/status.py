@@ -36,7 +36,7 @@ from clusterddp.view.events import (
     warn_of_unsent,
 )
 from clusterddp.view.progress import TAIL_BYTES, Progress, read_progress
-from clusterddp.view.ranks import RankStatus, rank_statuses, stopped_ranks
+from clusterddp.view.ranks import RankStatus, rank_statuses
 from clusterddp.view.timeline import Times, read_timeline
 
 if TYPE_CHECKING:
@@ -173,7 +173,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     )
     return RunStatus(
         **_summary(run, record, view, tail_bytes=TAIL_BYTES),
-        reason="; ".join([view.reason, *(stopped_ranks(attempt) if attempt and not view.finished else [])]),
+        reason=view.reason,
         world_size=gang.num_ranks,
         ranks=rank_statuses(gang, attempt, start, view, unreached=unreached, report=usage),
         root_cause=end.root_cause if end else None,

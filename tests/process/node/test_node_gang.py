@@ -11,7 +11,7 @@ import pytest
 
 from clusterddp.run.gang import Entry
 from tests.support.gang_runs import make_gang, running, started
-from tests.support.waiting import PATIENCE, wait_until
+from tests.support.waiting import PATIENCE
 
 DUMP = """
 import json
@@ -204,17 +204,6 @@ def test_a_rank_killed_from_outside_is_named_and_the_gang_is_gone_at_once(tmp_pa
         gang.await_end()
         assert time.monotonic() - killed < PATIENCE * 5
         assert gang.end().root_cause.error == "rank 1 on host0 was killed by SIGKILL"
-
-
-def test_a_rank_that_is_stopped_is_reported_until_it_goes_on(tmp_path):
-    with running(tmp_path, "forever()", nodes=1) as gang:
-        gang.await_up()
-        pid = gang.ranks()[1].pid
-        os.kill(pid, signal.SIGSTOP)
-        wait_until(lambda: gang.ranks()[1].stopped, 20, what="the change is recorded")
-        assert gang.ranks()[0].stopped is None
-        os.kill(pid, signal.SIGCONT)
-        wait_until(lambda: gang.ranks()[1].stopped is None, 20, what="the change is recorded")
 
 
 def test_a_stopped_sibling_that_ignores_everything_is_ended_too(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import os
 from pathlib import Path
@@ -113,17 +112,6 @@ def test_running_ranks_are_running(tmp_path: Path) -> None:
     status = read_status(run)
     assert status.state.value == "RUNNING"
     assert [(rank.state, rank.pid) for rank in status.ranks] == [("RUNNING", 1000), ("RUNNING", 1001)]
-
-
-def test_a_stopped_rank_is_named_with_the_command_that_continues_it(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    attempt = start_attempt(run)
-    record = rank_record(1)
-    write_rank(attempt, dataclasses.replace(record, stopped=1.0))
-    reason = f"rank 1 on {record.host} is stopped by a signal: kill -CONT {record.pid} there continues it"
-    assert read_status(run).reason.endswith(reason)
-    write_rank(attempt, record)
-    assert "stopped" not in read_status(run).reason
 
 
 def test_the_rank_that_failed_is_distinguished_from_those_that_were_ended_after_it(tmp_path: Path) -> None:
