@@ -28,7 +28,7 @@ from clusterddp.node.link import Question
 from clusterddp.node.log import log, log_line
 from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, children_of, find_memory
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.gang import Gang
+from clusterddp.run.gang import Gang, Node
 from clusterddp.run.log_times import LogTimesWriter
 from clusterddp.run.record import RankEnd
 from clusterddp.run.stacks import Folded, RankStack, StackReport, fold, take_request, unmoved_ranks, write_report
@@ -273,46 +273,14 @@ def limit_by_rows(rows: Iterable[Mapping[str, object]]) -> float:
 
 
 class NodeStacks:
-    """The ranks of one node: their stacks, and their signs of progress."""
+    """The ranks of one node in one attempt: their stacks, and their signs of progress."""
 
-    def __init__(self, host: str, node_rank: int, report: Callable[[Message], None]) -> None:
-        self._host = host
-        self._node_rank = node_rank
+    def __init__(self, node: Node, attempt: AttemptDir, report: Callable[[Message], None]) -> None:
+        self._node = node
+        self._attempt = attempt
         self._report = report
         self._probes: Probes | None = None
-        self._signs = _Signs(node_rank)
-
-    @property
-    def asking(self) -> bool:
-        """True while ranks write their stacks."""
-        return self._probes is not None
-
-    def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
-        self._probes, self._signs = None, _Signs(self._node_rank)
-
-    def ask(self, report_id: str, pids: Mapping[int, int]) -> None:
-        """Ask ranks (rank -> pid) for their stacks; `tick` reports them."""
-        self._probes = Probes.begin(report_id, pids)
-
-    def tick(self, attempt: AttemptDir, pids: Mapping[int, int], now: float) -> None:
-        """Report stacks that are complete; look for signs of progress if it is time to."""
-        if self._probes is not None and self._probes.step():
-            probes, self._probes = self._probes, None
-            for each in probes.results(self._host, self._signs.cpus):
-                self._report({"kind": "stack", "id": probes.id, "stack": dataclasses.asdict(each)})
-            self._report({"kind": "stacks_done", "id": probes.id})
-        silent_s = self._signs.look(attempt, pids, now)
-        if silent_s is not None:
-            self._report({"kind": "silent", "silent_s": silent_s})
-
-
-class _Signs:
-    """The signs of progress of a node's ranks."""
-
-    def __init__(self, node_rank: int) -> None:
-        self._node_rank = node_rank
-        self.cpus: dict[int, float] = {}
+        self._cpus: dict[int, float] = {}
         """The cores that each rank, and what it started, used between the last two looks."""
         self._look_at = 0.0
         self._looked_at = -math.inf
@@ -328,16 +296,33 @@ class _Signs:
         """By pid: of the socket at which a rank answers."""
         self._reported = False
 
-    def look(self, attempt: AttemptDir, pids: Mapping[int, int], now: float) -> float | None:
-        """Return the seconds without a sign, if they are worth a report; 0: there was one after a report."""
+    @property
+    def asking(self) -> bool:
+        """True while ranks write their stacks."""
+        return self._probes is not None
+
+    def ask(self, report_id: str, pids: Mapping[int, int]) -> None:
+        """Ask ranks (rank -> pid) for their stacks; `tick` reports them."""
+        self._probes = Probes.begin(report_id, pids)
+
+    def tick(self, pids: Mapping[int, int], now: float) -> None:
+        """Report stacks that are complete; look for signs of progress if it is time to."""
+        if self._probes is not None and self._probes.step():
+            probes, self._probes = self._probes, None
+            for each in probes.results(self._node.host, self._cpus):
+                self._report({"kind": "stack", "id": probes.id, "stack": dataclasses.asdict(each)})
+            self._report({"kind": "stacks_done", "id": probes.id})
         if self._read_collectives():
             self._sign_at = now
-        if now < self._look_at:
-            return None
-        self._look_at = now + LOOK_EVERY_S
-        logs = (path for rank in pids for path in (attempt.stdout(rank), attempt.stderr(rank)))
+        if now >= self._look_at:
+            self._look_at = now + LOOK_EVERY_S
+            self._look(pids, now)
+
+    def _look(self, pids: Mapping[int, int], now: float) -> None:
+        """Look for signs of progress; report the seconds without one, and 0 when there was one after a report."""
+        logs = (path for rank in pids for path in (self._attempt.stdout(rank), self._attempt.stderr(rank)))
         sizes = {path.name: _size(path) for path in logs}
-        self._log_times.note(attempt.log_times(self._node_rank), sizes, now)
+        self._log_times.note(self._attempt.log_times(self._node.node_rank), sizes, now)
         moved = self._read_usage(pids, now)
         if math.isnan(self._sign_at) or sizes != self._sizes or moved >= _MIN_BYTES:
             self._sign_at = now
@@ -345,10 +330,9 @@ class _Signs:
         silent_s = now - self._sign_at
         if silent_s > 0:
             self._ask_for_collectives(pids)
-        if silent_s < SILENT_S and not self._reported:
-            return None
-        self._reported = silent_s >= SILENT_S
-        return silent_s if self._reported else 0.0
+        if silent_s >= SILENT_S or self._reported:
+            self._reported = silent_s >= SILENT_S
+            self._report({"kind": "silent", "silent_s": silent_s if self._reported else 0.0})
 
     def _read_usage(self, pids: Mapping[int, int], now: float) -> int:
         """Note the cores that ranks use; return the bytes that they have moved since the last look."""
@@ -358,11 +342,11 @@ class _Signs:
             for pid, children in children_of(set(owners)).items():
                 owners |= dict.fromkeys(children, owners[pid])
         used = {pid: read_usage(pid) for pid in owners}
-        self.cpus = dict.fromkeys(pids, 0.0)
+        self._cpus = dict.fromkeys(pids, 0.0)
         moved = 0
         for pid, (seconds, moved_bytes) in used.items():
             before_s, bytes_before = self._used.get(pid, (seconds, moved_bytes))
-            self.cpus[owners[pid]] += max(0.0, seconds - before_s) / passed_s
+            self._cpus[owners[pid]] += max(0.0, seconds - before_s) / passed_s
             moved += max(0, moved_bytes - bytes_before)
         self._used = used
         return moved

@@ -119,8 +119,6 @@ class LocalRanks:
         self._attempt: LocalAttempt | None = None
         self._cancel_seen = False
         self._records = RankRecords()
-        self._stacks = NodeStacks(node.host, node.node_rank, report)
-        self._usage = NodeUsage(report, on_cpu=gang.on_cpu)
 
     @property
     def idle(self) -> bool:
@@ -128,13 +126,10 @@ class LocalRanks:
         return self._attempt is None
 
     @property
-    def ending(self) -> bool:
-        return self._attempt is not None and self._attempt.ending is not None
-
-    @property
     def polls_fast(self) -> bool:
         """True while things change within milliseconds: ranks end, or write their stacks."""
-        return self.ending or self._stacks.asking or (not self.idle and self._usage.asking)
+        attempt = self._attempt
+        return attempt is not None and (attempt.ending is not None or attempt.stacks.asking or attempt.usage.asking)
 
     def obey(self, order: Message, now: float) -> None:
         """Carry out an order of the head."""
@@ -142,10 +137,10 @@ class LocalRanks:
             self._start(order, now)
         elif order["kind"] == "stop":
             self._stop(str(order["reason"]))
-        elif order["kind"] == "stacks":
-            self._stacks.ask(str(order["id"]), self._attempt.pids if self._attempt else {})
-        elif order["kind"] == "usage":
-            self._usage.ask(float(order["asked"]), int(order["most"]), self._attempt.pids if self._attempt else {})
+        elif order["kind"] == "stacks" and self._attempt is not None:
+            self._attempt.stacks.ask(str(order["id"]), self._attempt.pids)
+        elif order["kind"] == "usage" and self._attempt is not None:
+            self._attempt.usage.ask(float(order["asked"]), int(order["most"]), self._attempt.pids)
         elif order["kind"] == "kill":
             if self._attempt is None:
                 self._report({"kind": "ended", "left": []})
@@ -196,8 +191,8 @@ class LocalRanks:
             self._continue_end(attempt, attempt.ending, now)
         else:
             self._look_for_stop(attempt, complete=True)
-            self._stacks.tick(attempt.dir, attempt.pids, now)
-            self._usage.tick(attempt.pids)
+            attempt.stacks.tick(attempt.pids, now)
+            attempt.usage.tick(attempt.pids)
 
     def _look_for_stop(self, attempt: LocalAttempt, *, complete: bool) -> None:
         if attempt.stop_seen or attempt.ending is not None:
@@ -232,11 +227,15 @@ class LocalRanks:
             watch = ConnectionWatch(network.gang.master_addr, port, now)
             self.interface = network.interface
             attempt = LocalAttempt(
-                dir=directory, network=network, master_port=port, oom_kills=count_oom_kills(), watch=watch
+                dir=directory,
+                network=network,
+                master_port=port,
+                oom_kills=count_oom_kills(),
+                watch=watch,
+                stacks=NodeStacks(node, directory, self._report),
+                usage=NodeUsage(self._report, on_cpu=self._gang.on_cpu),
             )
             self._attempt = attempt
-            self._stacks.begin_attempt()
-            self._usage.begin_attempt()
             make_attempt_dirs(directory)
             preload = find_preload(self._gang.entry)
             launches = {rank: plan_launch(self._run, network.gang, rank, order, preload=preload) for rank in node.ranks}
@@ -319,6 +318,7 @@ class LocalRanks:
         ending.cleanup.step()
         if (ending.cleanup.clear and not attempt.running) or now >= ending.give_up_at:
             self._attempt = None
+            attempt.usage.close()
             attempt.watch.look()
             left = sorted({*ending.cleanup.left, *(attempt.records[rank].pid for rank in attempt.running)})
             facts = {"connected": attempt.watch.seen, "asked": is_file(attempt.dir.asked)}
@@ -447,6 +447,8 @@ class LocalAttempt:
     master_port: int
     oom_kills: int | None
     watch: ConnectionWatch
+    stacks: NodeStacks
+    usage: NodeUsage
     running: set[int] = field(default_factory=set)
     """Ranks that have started and whose end was not reported."""
     records: dict[int, RankRecord] = field(default_factory=dict)

@@ -316,7 +316,7 @@ def _median_without(in_order: Sequence[tuple[int, float]], place: int) -> float:
 
 
 class NodeUsage:
-    """The ranks of one node."""
+    """The ranks of one node in one attempt."""
 
     def __init__(self, report: Callable[[Message], None], *, on_cpu: bool) -> None:
         self._report = report
@@ -333,8 +333,8 @@ class NodeUsage:
         """True while ranks answer."""
         return self._look is not None
 
-    def begin_attempt(self) -> None:
-        """Forget the ranks of the attempt before."""
+    def close(self) -> None:
+        """Give up what is under way."""
         if self._look is not None:
             self._look.close()
             self._look = None

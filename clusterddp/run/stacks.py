@@ -293,17 +293,15 @@ def fold(report: StackReport, *, stuck: Iterable[int] = ()) -> Folded:
         for (suspect, kind, place), members in groups.items()
     ]
     folded.sort(key=lambda group: (not group.suspect, -len(group.ranks), group.ranks))
-    hint = _hint(report.world_size) if "starts" in doing.values() else ""
-    return Folded(groups=tuple(folded), verdict=_verdict(doing.values()), hint=hint)
-
-
-def _hint(world_size: int) -> str:
-    """Say why ranks usually wait in init_process_group."""
-    return (
-        "init_process_group returns once as many ranks have come as its world_size says. Usual reasons: its world_size "
-        f"is not {world_size}, the number of ranks of the run; two processes use one rank; init_method names a file of "
-        "an earlier run"
-    )
+    found, hint = set(doing.values()), ""
+    if "starts" in found:
+        hint = (
+            "init_process_group returns once as many ranks have come as its world_size says. Usual reasons: its "
+            f"world_size is not {report.world_size}, the number of ranks of the run; two processes use one rank; "
+            "init_method names a file of an earlier run"
+        )
+    verdict: Verdict = "hang" if found & {"waits", "starts", "stopped", "stuck"} else "idle"
+    return Folded(groups=tuple(folded), verdict="works" if "works" in found else verdict, hint=hint)
 
 
 def unmoved_ranks(before: StackReport | None, now: StackReport) -> set[int]:
@@ -312,13 +310,6 @@ def unmoved_ranks(before: StackReport | None, now: StackReport) -> set[int]:
         return set()
     earlier = {each.rank: each.frames for each in before.ranks}
     return {each.rank for each in now.ranks if each.frames and earlier.get(each.rank) == each.frames}
-
-
-def _verdict(doing: Iterable[Doing]) -> Verdict:
-    found = set(doing)
-    if "works" in found:
-        return "works"
-    return "hang" if found & {"waits", "starts", "stopped", "stuck"} else "idle"
 
 
 def _doing(each: RankStack, *, moved: bool) -> Doing:
@@ -331,17 +322,13 @@ def _doing(each: RankStack, *, moved: bool) -> Doing:
     library = any("/torch/distributed/" in frame.file for frame in each.frames)
     if functions & _STARTS and library:
         return "starts"
-    if each.pending or (library and not busy) or _waits_in_exchange(each, functions, busy=busy):
+    # A backward pass waits for gradients, the trainer for other ranks in shared memory.
+    in_exchange = _BACKWARD in functions or any(_EXCHANGE.search(frame.file) for frame in each.frames[:3])
+    if each.pending or ((library or in_exchange) and not busy):
         return "waits"
     if busy and each.answers is False and not moved:
         return "stuck"
     return "works" if busy or each.state == "D" else "idle"
-
-
-def _waits_in_exchange(each: RankStack, functions: set[str], *, busy: bool) -> bool:
-    """Say whether a rank waits for gradients in a backward pass, or for others of the trainer in shared memory."""
-    exchange = any(_EXCHANGE.search(frame.file) for frame in each.frames[:3])
-    return not busy and (_BACKWARD in functions or exchange)
 
 
 def _suspects(ranks: Sequence[RankStack], doing: dict[int, Doing]) -> set[int]:
@@ -382,7 +369,7 @@ def _place(each: RankStack, doing: Doing, others: Sequence[RankStack]) -> str:
     if doing == "ended":
         return "has ended"
     if not each.frames:
-        return f"{_without_frames(each)}{missed}"
+        return f"shows no stack{': ' if each.missing else ''}{each.missing}{missed}"
     if each.children and not any(_is_users(frame) for frame in each.frames):
         return f"runs {each.children[-1]}{missed}"
     call, caller = _call_of(each.frames)
@@ -392,17 +379,9 @@ def _place(each: RankStack, doing: Doing, others: Sequence[RankStack]) -> str:
     if call is None:
         source = f": {caller.source}" if caller.source else ""
         return f"{verb or 'is in'} {caller.function} ({PurePath(caller.file).name}:{caller.line}{source}){missed}"
-    number = _pending_number(each) if doing == "waits" else ""
-    return f"{verb or 'is in'} {call}{number} (called from {where}){missed}"
-
-
-def _without_frames(each: RankStack) -> str:
-    return f"shows no stack: {each.missing}" if each.missing else "shows no stack"
-
-
-def _pending_number(each: RankStack) -> str:
     pending = [group.enqueued for group in each.collectives.values() if group.enqueued > max(0, group.completed)]
-    return f" #{pending[0]}" if pending else ""
+    number = f" #{pending[0]}" if pending and doing == "waits" else ""
+    return f"{verb or 'is in'} {call}{number} (called from {where}){missed}"
 
 
 def _missed(each: RankStack, others: Sequence[RankStack]) -> str:

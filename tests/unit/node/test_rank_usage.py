@@ -116,7 +116,7 @@ def test_a_look_that_is_given_up_leaves_nothing_open(rank, tmp_path, monkeypatch
     node.ask(1.5, 200, {3: rank.pid})
     assert node.asking
     assert len(os.listdir("/proc/self/fd")) == len(before) + 3
-    node.begin_attempt()
+    node.close()
     assert not node.asking
     assert sorted(os.listdir("/proc/self/fd")) == before
 
