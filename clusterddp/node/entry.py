@@ -56,7 +56,6 @@ def import_first(modules: Iterable[str]) -> None:
     """Import modules before the entry does; the garbage collector is off then, and has to be enabled again.
 
     It finds nothing during imports, and never visits these objects later, not at the end of Python either.
-    Raises: any exception of an import.
     """
     gc.disable()
     for module in modules:

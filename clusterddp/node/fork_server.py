@@ -88,7 +88,6 @@ def _import_all(modules: Sequence[str]) -> bytes:
     """Import the modules; return the output meanwhile, for each rank's standard error.
 
     The garbage collector stays off until the fork: a visit to these objects copies their memory.
-    Raises: any exception of an import.
     """
     with _captured() as read:
         import_first(modules)
@@ -137,10 +136,7 @@ def _is_poisoned() -> bool:
 def _fork_ranks(
     ranks: Mapping[str, Mapping[str, Any]], link: socket.socket, listener: int | None, printed: bytes
 ) -> dict[str, int] | None:
-    """Fork all ranks and return their pids once each leads its own session; return None in a rank that is to begin.
-
-    Raises: OSError: no process, no memory, no space.
-    """
+    """Fork all ranks and return their pids once each leads its own session; return None in a rank that is to begin."""
     files = {rank: [open_for_append(Path(each[name])) for name in ("stdout", "stderr")] for rank, each in ranks.items()}
     reader, writer = os.pipe()
     pids: dict[str, int] = {}

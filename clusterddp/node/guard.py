@@ -84,10 +84,7 @@ class Guard:
         self._send(self.facts.to_json())
 
     def on_exits(self, exits: Mapping[int, int]) -> bool:
-        """Start another guard when this one was killed; return whether it was.
-
-        Raises: OSError: it cannot be started.
-        """
+        """Start another guard when this one was killed; return whether it was."""
         if self.pid not in exits or self._respawns >= _MAX_RESPAWNS:
             return False
         self._respawns += 1

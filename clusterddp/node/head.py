@@ -25,7 +25,7 @@ from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import Rendezvous
 from clusterddp.node.usage_watch import UsageWatch
 from clusterddp.ranks.environment import RENDEZVOUS_FILE, STOP_FILE, rank_cookies, spell_ranks
-from clusterddp.run.attempts import AttemptEnd, EndRecord, loss_of_nodes, spell_exit
+from clusterddp.run.attempts import AttemptEnd, EndRecord, loss_of_nodes, make_attempt, spell_exit
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Entry, Gang, Node
@@ -422,7 +422,7 @@ class StartRecord:
 def make_next_attempt(run: RunDir, number: int) -> bool:
     """Make the next attempt's directory; False: another start of the job has made it, while this one was cut off."""
     try:
-        run.attempt(number).path.mkdir(mode=0o700)
+        make_attempt(run, number)
     except FileExistsError:
         return False
     except OSError as error:

@@ -200,10 +200,7 @@ def _record(order: HelperOrder, results: Mapping[str, str]) -> None:
 
 
 def post(notify: Notify, about: Message, timeout_s: float) -> None:
-    """POST the message as JSON to the webhook; redirects are not followed.
-
-    Raises: NotSentError.
-    """
+    """POST the message as JSON to the webhook; redirects are not followed."""
     import urllib.error
     import urllib.request
     from urllib.parse import urlsplit
@@ -236,19 +233,13 @@ def post(notify: Notify, about: Message, timeout_s: float) -> None:
 
 
 def run_command(notify: Notify, about: Message, timeout_s: float) -> None:
-    """Run the command with the message on its standard input and in its environment.
-
-    Raises: NotSentError.
-    """
+    """Run the command with the message on its standard input and in its environment."""
     facts = {f"CLUSTERDDP_{name.upper()}": str(value) for name, value in dataclasses.asdict(about).items()}
     _run(notify.command, json.dumps(about.to_json()).encode(), facts, timeout_s, cwd=about.run_dir)
 
 
 def send_mail(notify: Notify, about: Message, timeout_s: float) -> None:
-    """Send the message by sendmail.
-
-    Raises: NotSentError.
-    """
+    """Send the message by sendmail."""
     from email.message import EmailMessage
 
     mail = EmailMessage()
@@ -260,10 +251,7 @@ def send_mail(notify: Notify, about: Message, timeout_s: float) -> None:
 
 
 def _run(words: tuple[str, ...], data: bytes, variables: Mapping[str, str], timeout_s: float, *, cwd: str) -> None:
-    """Run a program with these variables, too; it is killed when it takes too long.
-
-    Raises: NotSentError.
-    """
+    """Run a program with these variables, too; it is killed when it takes too long."""
     environ = {**os.environ, **variables}
     with tempfile.TemporaryFile() as errors:  # no pipe: what the program leaves behind may keep it open
         try:

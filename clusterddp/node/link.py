@@ -75,10 +75,7 @@ def report_of(kind: str, end: RankEnd) -> Message:
 
 
 def end_of(report: Message) -> RankEnd:
-    """Return the end that a report carries.
-
-    Raises: ValueError: it carries none.
-    """
+    """Return the end that a report carries."""
     return build(RankEnd, report)
 
 
@@ -88,10 +85,7 @@ def facts_of(message: Message) -> Message:
 
 
 def listen(host: str) -> socket.socket:
-    """Listen on `host` at a port that the kernel chooses.
-
-    Raises: OSError: `host` is no address of this machine.
-    """
+    """Listen on `host` at a port that the kernel chooses."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
@@ -108,7 +102,6 @@ def listen_on_walk(ports: Sequence[int]) -> socket.socket:
     """Listen, on all addresses of this host, at the first of these ports that is free.
 
     Without SO_REUSEADDR: a port that another process has bound, and does not listen on yet, counts as taken.
-    Raises: OSError: all are taken.
     """
     last: OSError | None = None
     for port in ports:

@@ -14,10 +14,7 @@ from clusterddp.run.record import log_event
 
 
 def open_log(run: RunDir, node_rank: int) -> None:
-    """Send standard error, tracebacks included, to the supervisor's log.
-
-    Raises: OSError: it cannot be opened.
-    """
+    """Send standard error, tracebacks included, to the supervisor's log."""
     run.launcher_dir.mkdir(exist_ok=True, mode=0o700)
     path = run.launcher_dir / f"supervisor-{node_rank}.log"
     descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)

@@ -31,7 +31,6 @@ def start_rank(
 
     Its output is appended to files: a pipe could fill, or break with its reader. It starts in the run directory, where
     no file shadows a module, and changes to its working directory itself.
-    Raises: OSError: no process, no memory, no space.
     """
     with _append_to(stdout) as out, _append_to(stderr) as err:
         process = subprocess.Popen(
@@ -50,10 +49,7 @@ def start_rank(
 def start_fork_server(
     run_dir: Path, *, environment: dict[str, str], log: int, listener: int | None = None
 ) -> tuple[int, socket.socket]:
-    """Start a fork server (fork_server.py) in a session of its own; return its pid and the socket to it.
-
-    Raises: OSError: no process, no memory.
-    """
+    """Start a fork server (fork_server.py) in a session of its own; return its pid and the socket to it."""
     ours, its = socket.socketpair()
     with its:
         try:
@@ -74,10 +70,7 @@ def start_fork_server(
 
 
 def open_for_append(path: Path) -> int:
-    """Open the log of a rank.
-
-    Raises: OSError.
-    """
+    """Open the log of a rank."""
     return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
 

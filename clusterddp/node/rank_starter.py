@@ -73,10 +73,7 @@ class RankStarter(Protocol):
     """True when all descendants of the supervisor, except its guard, come from ranks."""
 
     def start(self, launches: Mapping[int, Launch]) -> None:
-        """Start the ranks of the node, or order their start.
-
-        Raises: OSError: one cannot be started.
-        """
+        """Start the ranks of the node, or order their start."""
 
     def facts(self) -> Mapping[str, Any]:
         """Return how the ranks were started, for the record of the start; after they were."""
@@ -158,10 +155,7 @@ class Children:
         server.let_begin()
 
     def _start_apart(self, launches: Mapping[int, Launch], why: str) -> None:
-        """Start the ranks one by one.
-
-        Raises: OSError: one cannot be started.
-        """
+        """Start the ranks one by one."""
         self._facts = {"not_forked": why}
         for rank, launch in launches.items():
             pid = start_rank(
@@ -188,10 +182,7 @@ class _ForkServer:
     """The supervisor's side of a fork server."""
 
     def __init__(self, launches: Mapping[int, Launch], environment: Mapping[str, str], *, ours: bool) -> None:
-        """Start it; its environment has what all ranks have in common, as /proc shows it for each of them.
-
-        Raises: OSError: it cannot be started.
-        """
+        """Start it; its environment has what all ranks have in common, as /proc shows it for each of them."""
         self.launches = launches
         values = {rank: launch.values() for rank, launch in launches.items()}
         listener = next((launch.listener for launch in launches.values() if launch.listener is not None), None)

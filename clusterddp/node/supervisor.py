@@ -54,8 +54,8 @@ from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children, RankStarter
 from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import AttemptEnd, close_attempt, failed_by, loss_of_nodes, read_end
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.attempts import AttemptEnd, close_attempt, failed_by, later_claimed, loss_of_nodes, read_end
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RankEnd
 from clusterddp.run.supervisors import JobOrder, SupervisorOrder
 from clusterddp.system.files import is_file
@@ -151,28 +151,6 @@ class LostHead:
         return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
 
 
-class TakeoverWatch:
-    """Looks for later attempts that another start of the job has claimed; restarts in place claim nothing."""
-
-    def __init__(self, run: RunDir, first_attempt: int) -> None:
-        self._run = run
-        self._first_attempt = first_attempt
-        self._look_at = 0.0
-        self._seen = False
-
-    def look(self, now: float) -> int | None:
-        """Return the number of such an attempt, once."""
-        if self._seen or now < self._look_at:
-            return None
-        self._look_at = now + _LOOK_EVERY_S
-        with contextlib.suppress(OSError):
-            for attempt in self._run.attempts():
-                if attempt.number > self._first_attempt and attempt.is_claimed():
-                    self._seen = True
-                    return attempt.number
-        return None
-
-
 class JobTasks(RankStarter, Protocol):
     """Starts the ranks of one node through the tasks of a batch job."""
 
@@ -236,7 +214,8 @@ class Supervisor:
             job=self._job,
             now=self._clock.now,
         )
-        self._takeover = TakeoverWatch(order.run, order.attempt) if order.job is not None else None
+        self._look_at = 0.0 if order.job is not None else float("inf")
+        """When to look whether another start of the job has claimed a later attempt; restarts in place claim none."""
         self._lost_head: LostHead | None = None
         self._ranks = LocalRanks(
             order.run,
@@ -268,8 +247,8 @@ class Supervisor:
             if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
                 self._missing = self._tasks.missing
                 self.uplink.report({"kind": "missing", "ranks": self._missing})
-            if self._takeover is not None and (later := self._takeover.look(now)) is not None:
-                self._give_way(later, now)
+            if now >= self._look_at:
+                self._look_for_takeover(now)
             while orders := self.uplink.pump(now):
                 for order in orders:
                     self._ranks.obey(order, now)
@@ -286,8 +265,15 @@ class Supervisor:
             self._lost_head = LostHead(self._order, attempt, loss, self._ranks.interface, now)
         return self._ranks.idle and self._lost_head.is_recorded(now)
 
-    def _give_way(self, later: int, now: float) -> None:
-        """End this node's ranks: another start of the job has taken the run over."""
+    def _look_for_takeover(self, now: float) -> None:
+        """End this node's ranks when another start of the job has taken the run over."""
+        self._look_at = now + _LOOK_EVERY_S
+        later = None
+        with contextlib.suppress(OSError):
+            later = later_claimed(self._order.run, self._order.attempt)
+        if later is None:
+            return
+        self._look_at = float("inf")
         error = f"attempt {later} of the run has begun elsewhere"
         log_line(error)
         node = self._order.node

@@ -133,10 +133,7 @@ class HeadElsewhere:
         return []
 
     def _await_known_head(self, known: Link, now: float) -> None:
-        """Check a head that is known to listen: it may refuse, or not answer in time.
-
-        Raises: ClusterddpError: it cannot be reached.
-        """
+        """Check a head that is known to listen: it may refuse, or not answer in time."""
         loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")
         late = not self._search.answered and now >= self._connect_until
         if loss.kind == "refused" or late:

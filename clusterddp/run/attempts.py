@@ -64,21 +64,12 @@ def cancelled(reason: str) -> AttemptEnd:
     return AttemptEnd(outcome="CANCELLED", reason=reason)
 
 
-def failed(
-    reason: str,
-    *,
-    host: str | None = None,
-    rank: int | None = None,
-    exit_code: int | None = None,
-    log: str | None = None,
-    goes_on: bool = False,
-) -> AttemptEnd:
+def failed(reason: str, *, host: str | None = None, log: str | None = None, goes_on: bool = False) -> AttemptEnd:
     """Return the end of an attempt that failed with this reason as its root cause.
 
     `host`: where it failed, by default this one. `goes_on`: another start of its Slurm job begins the next attempt.
     """
-    where = socket.gethostname() if host is None else host
-    cause = RankEnd(rank=rank, host=where, exit_code=exit_code, error=reason, log=log)
+    cause = RankEnd(rank=None, host=host or socket.gethostname(), error=reason, log=log)
     return failed_by(cause, goes_on=goes_on)
 
 
@@ -283,11 +274,13 @@ def make_attempt(run: RunDir, number: int) -> AttemptDir:
     return attempt
 
 
-def refuse_to_end(path: Path) -> None:
-    """Refuse to end a run or a sweep of another user.
+def later_claimed(run: RunDir, number: int) -> int | None:
+    """Return the number of an attempt after this one that another start of the job has claimed."""
+    return next((each.number for each in run.attempts() if each.number > number and each.is_claimed()), None)
 
-    Raises: UsageError: the directory belongs to another user.
-    """
+
+def refuse_to_end(path: Path) -> None:
+    """Refuse to end a run or a sweep of another user."""
     if is_of_another_user(path):
         owner = os.stat(path).st_uid
         raise UsageError(f"{path.name} belongs to another user (uid {owner}); only that user can end it")
@@ -298,24 +291,8 @@ def claim(attempt: AttemptDir) -> bool:
     return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
 
 
-def make_next_attempt(run: RunDir, number: int) -> None:
-    """Make the directory of the attempt that resumes a run.
-
-    Raises: UsageError: another process has made it. ClusterddpError: the file system refuses.
-    """
-    try:
-        make_attempt(run, number)
-    except FileExistsError:
-        raise UsageError(f"{run.name}: another process is resuming it") from None
-    except OSError as error:
-        raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
-
-
 def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
-    """Record that this process resumes a run; `queued`: a queue will start it.
-
-    Raises: ClusterddpError: the file system refuses.
-    """
+    """Record that this process resumes a run; `queued`: a queue will start it."""
     write_run(
         run,
         dataclasses.replace(

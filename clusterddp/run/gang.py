@@ -255,10 +255,7 @@ class Gang:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gang:
-        """Read a gang that `to_json` wrote.
-
-        Raises: ValueError: the data is invalid; see `build`.
-        """
+        """Read a gang that `to_json` wrote."""
         return build(cls, data, "gang")
 
     def __post_init__(self) -> None:

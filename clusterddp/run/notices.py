@@ -107,10 +107,7 @@ def webhook_address(webhook: str, environ: Mapping[str, str]) -> str:
 
 
 def claim(run: RunDir, what: str) -> bool:
-    """Return whether this process is the first that claims a message of a run, or of a sweep's directory.
-
-    Raises: OSError: the run's storage refuses.
-    """
+    """Return whether this process is the first that claims a message of a run, or of a sweep's directory."""
     run.notices.mkdir(mode=0o700, exist_ok=True)
     try:
         (run.notices / what).touch(mode=0o600, exist_ok=False)
@@ -120,10 +117,7 @@ def claim(run: RunDir, what: str) -> bool:
 
 
 def start_helper(order: HelperOrder, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
-    """Start a process for an order, which nothing waits for; it ends by itself within seconds.
-
-    Raises: OSError: it cannot be started.
-    """
+    """Start a process for an order, which nothing waits for; it ends by itself within seconds."""
     process = subprocess.Popen(
         [sys.executable, "-m", "clusterddp.node.helpers"],
         stdin=subprocess.PIPE,

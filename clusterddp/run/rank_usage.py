@@ -76,10 +76,7 @@ def warn_of(stragglers: Sequence[Straggler]) -> str:
 
 
 def write_usage(attempt: AttemptDir, report: UsageReport) -> None:
-    """Replace the file.
-
-    Raises: ClusterddpError: the file system refuses.
-    """
+    """Replace the file."""
     write_bytes(attempt.usage, json.dumps(dataclasses.asdict(report), separators=(",", ":")).encode(), durable=False)
 
 

@@ -52,19 +52,13 @@ class ProcessIdentity:
 
     @classmethod
     def of(cls, pid: int | None = None) -> ProcessIdentity:
-        """Identify a process of this machine, by default this one.
-
-        Raises: ProcessLookupError: no process has that pid.
-        """
+        """Identify a process of this machine, by default this one."""
         process = read_process(os.getpid() if pid is None else pid)
         return cls(host=socket.gethostname(), boot=boot_id(), pid=process.pid, started=process.started)
 
     @classmethod
     def from_json(cls, data: Any) -> ProcessIdentity:
-        """Read one from a record.
-
-        Raises: ClusterddpError: the data is invalid.
-        """
+        """Read one from a record."""
         return build_record(cls, data, "the process of a record")
 
     def alive(self) -> bool | None:
@@ -261,10 +255,7 @@ def read_gang(directory: RunDir) -> Gang:
 
 
 def read_start(attempt: AttemptDir) -> Start | None:
-    """Read the start of an attempt; None: it has not started.
-
-    Raises: ClusterddpError: the file is invalid.
-    """
+    """Read the start of an attempt; None: it has not started."""
     return read_record(Start, attempt.start)
 
 

@@ -139,10 +139,7 @@ def new_report_id() -> str:
 
 
 def request_stacks(attempt: AttemptDir, report_id: str | None = None) -> str:
-    """Ask for a report; return its id, which is another process's where that has asked already.
-
-    Raises: ClusterddpError: the file system refuses.
-    """
+    """Ask for a report; return its id, which is another process's where that has asked already."""
     path = attempt.stacks_request
     with contextlib.suppress(OSError):
         if time.time() - path.stat().st_mtime > _STALE_S:
@@ -170,20 +167,14 @@ def take_request(attempt: AttemptDir) -> str | None:
 
 
 def write_report(attempt: AttemptDir, report: StackReport) -> None:
-    """Write a report durably.
-
-    Raises: ClusterddpError, OSError: the file system refuses.
-    """
+    """Write a report durably."""
     path = report_file(attempt, report.id)
     path.parent.mkdir(mode=0o700, exist_ok=True)
     write_json(path, report.to_json())
 
 
 def read_report(attempt: AttemptDir, report_id: str) -> StackReport | None:
-    """Read a report; None: it is not there (yet).
-
-    Raises: ClusterddpError: what is there is none.
-    """
+    """Read a report; None: it is not there (yet)."""
     return read_record(StackReport, report_file(attempt, report_id))
 
 

@@ -137,10 +137,7 @@ class Answer:
 
 
 def read_records(run: RunDir, record: RunRecord) -> Records:
-    """Read the records of a run; `record` is its own.
-
-    Raises: OSError, ClusterddpError: one of them cannot be read.
-    """
+    """Read the records of a run; `record` is its own."""
     attempts = run.attempts()
     newest = attempts[-1] if attempts else None
     if newest is None:
@@ -257,8 +254,6 @@ def refuse_resume(run: RunDir, view: RunView, *, instead: str, more: bool = Fals
     """Refuse to resume a run that has completed or still runs; `instead`: the hint for a run that has completed.
 
     `more`: a completed run may go on, with values that give it more to do.
-
-    Raises: UsageError.
     """
     if view.state is RunState.COMPLETED and not more:
         raise UsageError(f"{run.name}: already completed", hint=instead)

@@ -82,10 +82,7 @@ class SupervisorOrder:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SupervisorOrder:
-        """Read an order that `to_json` wrote.
-
-        Raises: ValueError: the data is invalid; see `build`.
-        """
+        """Read an order that `to_json` wrote."""
         order: SupervisorOrder = build(cls, data, "order")
         if all(node.node_rank != order.node_rank for node in order.gang.nodes):
             raise ValueError(f"order.node_rank is {order.node_rank}: the gang has no such node")
@@ -130,7 +127,6 @@ def start_supervisor(
 
     `module`: the program of a place whose nodes differ. `answers`: its standard output is a pipe for `read_answer`;
     otherwise it goes to the log, like standard error.
-    Raises: OSError: it cannot be started.
     """
     descriptor = os.open(supervisor_log(order.run, order.node_rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:

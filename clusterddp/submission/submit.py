@@ -20,7 +20,7 @@ from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_next_attempt
+from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_attempt
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.state import RunView, refuse_resume
@@ -139,7 +139,12 @@ def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:
     number = view.attempt or 0
     if view.attempt is None or not (read_run(run).queued and claim(run.attempt(number))):
         number = 0 if view.attempt is None else view.attempt + 1
-        make_next_attempt(run, number)
+        try:
+            make_attempt(run, number)
+        except FileExistsError:
+            raise UsageError(f"{run.name}: another process is resuming it") from None
+        except OSError as error:
+            raise ClusterddpError(f"{run.path}: cannot be resumed: {error.strerror}") from error
     adopt(run, number, queued=queued)
     return number
 

@@ -39,6 +39,7 @@ from clusterddp.run.attempts import (
     failed,
     final_end,
     find_end,
+    later_claimed,
     make_attempt,
     read_end,
     spell_exit,
@@ -519,7 +520,7 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
 
 def is_superseded(run: RunDir, attempt: AttemptDir) -> bool:
     """Say whether another start of the job has claimed a later attempt."""
-    return any(later.is_claimed() for later in run.attempts() if later.number > attempt.number)
+    return later_claimed(run, attempt.number) is not None
 
 
 def _last_attempt(carried: Carried) -> AttemptDir:

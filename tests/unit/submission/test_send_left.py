@@ -35,7 +35,7 @@ def ended_run(place: Path, keys: str, *, ago_s: float = 60.0, environ: dict[str,
     """Make a run that has failed some time ago, and whose head has sent nothing."""
     environ = dict(os.environ) | (environ or {})
     run = RunDir(make_run(plan_text(SPEC.format(keys=keys), place, environ=environ), environ).run_dir)
-    end = dataclasses.replace(failed("rank 1 exited with code 3", rank=1), ended=time.time() - ago_s)
+    end = dataclasses.replace(failed("rank 1 exited with code 3"), ended=time.time() - ago_s)
     log_event(run, "attempt_ended", attempt=0)
     write_end(run.attempt(0), end)
     return run
