@@ -33,7 +33,11 @@ def run_entry(run_dir: str) -> None:
         entry: dict[str, Any] = json.load(file)["gang"]["entry"]
     rank = int(os.environ.get("RANK", "0"))
     keys = {name: entry[name] for name in ENVIRONMENT_KEYS if name in entry}
-    change_environment(entry_environment(os.environ, **{"init": "tcp"} | keys))
+    for name, value in entry_environment(os.environ, **{"init": "tcp"} | keys).items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if entry.get("output_dir"):
         Path(entry["output_dir"]).mkdir(parents=True, exist_ok=True)
     values = placeholder_values(os.environ, entry.get("counts", "processes"))
@@ -66,15 +70,6 @@ def import_first(modules: Iterable[str]) -> None:
 
         await_threads_before_destroy(distributed)
     gc.freeze()
-
-
-def change_environment(changes: Mapping[str, str | None]) -> None:
-    """Set variables, and remove those whose value is None."""
-    for name, value in changes.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 def _run_program(entry: dict[str, Any], args: list[str]) -> None:

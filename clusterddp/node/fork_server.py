@@ -48,9 +48,13 @@ def serve(run_rank: Callable[[], None]) -> None:
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     link = socket.socket(fileno=os.dup(0))
     try:
-        order = _read_order(link)
+        with link.makefile("r", encoding="utf-8") as lines:
+            order = dict(json.loads(lines.readline()))
         begun = time.monotonic()
-        printed = _import_all(order["modules"])
+        with _captured() as read:
+            # The garbage collector stays off until the fork: a visit to these objects copies their memory.
+            import_first(order["modules"])
+            printed = read()  # for each rank's standard error
         import_s = time.monotonic() - begun
         _demand_forkable()
         pids = _fork_ranks(order["ranks"], link, order["listener"], printed)
@@ -72,26 +76,11 @@ def serve(run_rank: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def _read_order(link: socket.socket) -> dict[str, Any]:
-    with link.makefile("r", encoding="utf-8") as lines:
-        return dict(json.loads(lines.readline()))
-
-
 def _answer(link: socket.socket, answer: Mapping[str, Any]) -> NoReturn:
     """Send the answer, and exit without Python's own end, which is left to the ranks."""
     with contextlib.suppress(OSError):
         link.sendall(json.dumps(answer).encode() + b"\n")
     os._exit(0)
-
-
-def _import_all(modules: Sequence[str]) -> bytes:
-    """Import the modules; return the output meanwhile, for each rank's standard error.
-
-    The garbage collector stays off until the fork: a visit to these objects copies their memory.
-    """
-    with _captured() as read:
-        import_first(modules)
-        return read()
 
 
 @contextlib.contextmanager
@@ -117,20 +106,15 @@ def _demand_forkable() -> None:
     """
     pid = os.fork()
     if pid == 0:
-        os._exit(_is_poisoned())
+        torch = sys.modules.get("torch")
+        in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
+        os._exit(bool(in_bad_fork and in_bad_fork()))
     if os.waitpid(pid, 0)[1] != 0:
         raise RefusedError("CUDA was initialised when the packages were imported")
     threads = list(Path("/proc/self/task").iterdir())
     if len(threads) > 1:
         names = sorted((thread / "comm").read_text().strip() for thread in threads if thread.name != str(os.getpid()))
         raise RefusedError(f"threads run after the imports: {', '.join(names)}")
-
-
-def _is_poisoned() -> bool:
-    """Return, in a forked process, whether torch cannot use CUDA any more."""
-    torch = sys.modules.get("torch")
-    in_bad_fork = getattr(getattr(torch, "_C", None), "_cuda_isInBadFork", None)
-    return bool(in_bad_fork and in_bad_fork())
 
 
 def _fork_ranks(
@@ -146,23 +130,16 @@ def _fork_ranks(
             _become_rank(link, writer, files[rank], each["variables"], printed)
             for descriptor in (reader, *(file for pair in files.values() for file in pair)):
                 os.close(descriptor)
-            _keep_listener(listener, rank)
+            if listener is not None and rank == "0":
+                os.environ[LISTENER_FD] = str(listener)
+            elif listener is not None:
+                os.close(listener)
             return None
         pids[rank] = pid
     os.close(writer)
     while os.read(reader, 4096):
         pass
     return pids
-
-
-def _keep_listener(listener: int | None, rank: str) -> None:
-    """Set the variable of the socket at the master port for rank 0; close the socket in the other ranks."""
-    if listener is None:
-        return
-    if rank == "0":
-        os.environ[LISTENER_FD] = str(listener)
-    else:
-        os.close(listener)
 
 
 def _become_rank(

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.node.log import log_line
 from clusterddp.node.processes import leave_to_reap
 from clusterddp.ranks.environment import COOKIE, cookie, rank_cookies
 from clusterddp.run.attempts import close_attempt, failed_by, loss_of_nodes
@@ -83,14 +84,14 @@ class Guard:
         self.facts = dataclasses.replace(self.facts, **changes)
         self._send(self.facts.to_json())
 
-    def on_exits(self, exits: Mapping[int, int]) -> bool:
-        """Start another guard when this one was killed; return whether it was."""
+    def on_exits(self, exits: Mapping[int, int]) -> None:
+        """Start another guard when this one was killed."""
         if self.pid not in exits or self._respawns >= _MAX_RESPAWNS:
-            return False
+            return
         self._respawns += 1
         os.close(self._pipe)
         self._start()
-        return True
+        log_line("the guard was killed; another one was started")
 
     def dismiss(self) -> None:
         """Let the guard exit without a cleanup, and wait for its exit."""
@@ -152,7 +153,11 @@ def clean_up(facts: Facts, what_happened: str) -> None:
     order, gang, token = facts.order, facts.order.gang, facts.order.gang.token
     left = end_processes(*rank_cookies(token, order.node_rank), timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
-        _complete_rank_records(facts)
+        for record in read_ranks(facts.attempt_dir):
+            if record.rank in order.node.ranks and record.ended is None:
+                error = "ended with its supervisor"
+                end = RankEnd(rank=record.rank, host=record.host, exit_code=137, signal="SIGKILL", error=error)
+                write_rank(facts.attempt_dir, record.at_end(end))
     if not order.is_head:
         return
     if len(gang.nodes) > 1:
@@ -167,14 +172,6 @@ def clean_up(facts: Facts, what_happened: str) -> None:
         cause = dataclasses.replace(cause, error=error)
     goes_on = facts.restarts_left and not is_file(order.run.cancel_file)
     close_attempt(facts.attempt_dir, failed_by(cause, goes_on=goes_on), token)
-
-
-def _complete_rank_records(facts: Facts) -> None:
-    for record in read_ranks(facts.attempt_dir):
-        if record.rank in facts.order.node.ranks and record.ended is None:
-            error = "ended with its supervisor"
-            end = RankEnd(rank=record.rank, host=record.host, exit_code=137, signal="SIGKILL", error=error)
-            write_rank(facts.attempt_dir, record.at_end(end))
 
 
 if __name__ == "__main__":

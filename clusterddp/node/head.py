@@ -216,7 +216,9 @@ class Head:
             self._look_for_hang(attempt, now)
             self._usage.tick(self.nodes.present, attempt.begun, now)
         if attempt.is_over(now):
-            self._end_gang(now)
+            attempt.decide()
+            self._ending = Ending(self._gang, self.nodes.present, now)
+            self._send_all({"kind": "kill", "whole_gang": False})
 
     def _look_for_hang(self, attempt: Attempt, now: float) -> None:
         """Do what the spec asks for where ranks show no progress; their stacks are written by then."""
@@ -236,7 +238,9 @@ class Head:
     def _on_supervisor_end(self, node_rank: int, exit_code: int, now: float) -> None:
         """Act on the end of a supervisor that has not joined; the loss of its link reports that of another one."""
         if node_rank not in self.nodes.pids:
-            self._fail_nodes((self._gang.nodes[node_rank],), self.nodes.spell_end(node_rank, exit_code), now)
+            node = self._gang.nodes[node_rank]
+            what = f"supervisor of node {node_rank} on {node.host} {spell_exit(exit_code)}"
+            self._fail_nodes((node,), what, now)
 
     def _loss_of_parent(self, node: Node, report: Message) -> RankEnd:
         """Return the end of all ranks with the process that carries a node, or the whole run."""
@@ -317,11 +321,6 @@ class Head:
             self._restarts.final = True
         if self._ending is None:
             self._attempt.fail(failure, now)
-
-    def _end_gang(self, now: float) -> None:
-        self._attempt.decide()
-        self._ending = Ending(self._gang, self.nodes.present, now)
-        self._send_all({"kind": "kill", "whole_gang": False})
 
     def _confirm(self, node_rank: int, left: list[int]) -> None:
         if self._ending is not None:
@@ -469,10 +468,6 @@ class JoinedNodes:
         """Note which ranks of a node cannot be started yet."""
         self._unready[node_rank] = tuple(ranks)
 
-    def spell_end(self, node_rank: int, exit_code: int) -> str:
-        """Say how the supervisor of a node ended, by its exit code."""
-        return f"supervisor of node {node_rank} on {self._gang.nodes[node_rank].host} {spell_exit(exit_code)}"
-
     def lose(self, node_rank: int, why: Loss, interface: str | None) -> list[tuple[Node, str]]:
         """Count a node as lost; return what happened, each time with the node at fault.
 
@@ -555,14 +550,12 @@ class Ending:
             with contextlib.suppress(OSError):
                 directory.path.joinpath(name).unlink(missing_ok=True)
         attempt.asks |= is_file(directory.asked) or is_file(directory.stopped)
-        end = self._add_leftovers(attempt.verdict(stop_confirmed=self._has_stopped(attempt, directory)))
-        return dataclasses.replace(end, warning=end.warning or attempt.warn_of_apart(end, address, port))
-
-    def _has_stopped(self, attempt: Attempt, directory: AttemptDir) -> bool:
-        """Return whether the program that was asked to stop takes part in the stop contract."""
         if attempt.stop_reason is None or self._gang.entry.stop_aware:
-            return is_file(directory.stopped)
-        return attempt.asks or may_look_for_file(self._gang.entry)
+            has_stopped = is_file(directory.stopped)
+        else:
+            has_stopped = attempt.asks or may_look_for_file(self._gang.entry)
+        end = self._add_leftovers(attempt.verdict(stop_confirmed=has_stopped))
+        return dataclasses.replace(end, warning=end.warning or attempt.warn_of_apart(end, address, port))
 
     def _add_leftovers(self, end: AttemptEnd) -> AttemptEnd:
         """Add to the end's reason what may be left, and where."""

@@ -22,7 +22,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -91,7 +91,7 @@ class Helpers:
             about = message_of_end(self._notify, self._run, final_view(self._run.attempt(attempt), end))
         self._start(about, report=str(self._run.path) if self._writes_report else None)
 
-    def on_exits(self, exits: Collection[int]) -> None:
+    def on_exits(self, exits: Mapping[int, int]) -> None:
         self.pids.difference_update(exits)
 
     def finish(self) -> None:

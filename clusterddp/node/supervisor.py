@@ -180,7 +180,6 @@ class Supervisor:
     ) -> None:
         self._order = order
         self._signals = signals
-        self._guard = guard
         self._parent = parent
         self._parent_bound = order.parent_bound
         self._selector = selectors.PollSelector()
@@ -196,22 +195,24 @@ class Supervisor:
             listener = socket.socket(fileno=order.tasks)
             self._tasks = place.open_tasks(listener, order.node.ranks, order.node.host, self._selector)
         ours = order.gang.entry.target.startswith("clusterddp.")
-        self._children = Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
-        rank_starter = self._children or self._tasks
+        children = Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
+        rank_starter = children or self._tasks
         assert rank_starter is not None
         self._missing = self._tasks.missing if self._tasks is not None else ()
-        self._job: JobWatch | None = None
+        job: JobWatch | None = None
         if order.job is not None and order.is_head:
             assert place is not None
-            self._job = place.watch_job(order.job, environment, self._clock, order.gang.stop_lead_s)
+            job = place.watch_job(order.job, environment, self._clock, order.gang.stop_lead_s)
         self._helpers = Helpers(order, environment)
+        self._parts = [part for part in (guard, self._helpers, children, job) if part is not None]
+        """What has started processes, and learns which of them have ended."""
         self.uplink: Uplink = reach_head(
             order,
             self._selector,
             guard=guard,
             helpers=self._helpers,
             missing=self._missing,
-            job=self._job,
+            job=job,
             now=self._clock.now,
         )
         self._look_at = 0.0 if order.job is not None else float("inf")
@@ -236,13 +237,8 @@ class Supervisor:
             self._take_signals()
             self._read_parent(now)
             exits = reap()
-            if self._guard.on_exits(exits):
-                log_line("the guard was killed; another one was started")
-            self._helpers.on_exits(exits)
-            if self._children is not None:
-                self._children.on_exits(exits)
-            if self._job is not None:
-                self._job.on_exits(exits)
+            for part in self._parts:
+                part.on_exits(exits)
             self._ranks.tick(now)
             if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
                 self._missing = self._tasks.missing
@@ -252,7 +248,10 @@ class Supervisor:
             while orders := self.uplink.pump(now):
                 for order in orders:
                     self._ranks.obey(order, now)
-            self._report_joined()
+            if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
+                self._joined = True
+                with contextlib.suppress(BrokenPipeError):
+                    print(json.dumps({"joined": True}), flush=True)
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
 
@@ -285,12 +284,6 @@ class Supervisor:
         if self._tasks is not None:
             self._helpers.finish()
             self._tasks.dismiss(exit_code)
-
-    def _report_joined(self) -> None:
-        if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
-            self._joined = True
-            with contextlib.suppress(BrokenPipeError):
-                print(json.dumps({"joined": True}), flush=True)
 
     def _take_signals(self) -> None:
         for number in self._signals.take() & STOP_SIGNALS:

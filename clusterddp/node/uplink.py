@@ -84,7 +84,9 @@ class HeadElsewhere:
         if self.head_lost is not None:
             return []
         self._now = now
-        self._take_probes()
+        with contextlib.suppress(OSError):  # the head only tests whether its connections are accepted
+            for _ in range(_MAX_PROBES):
+                self._listener.accept()[0].close()
         messages = self._peer.receive(now) if self.joined else self._join(now)
         if self.joined and (found := self._peer.keep_up(now)) is not None:
             messages += self._welcomed(found, now)
@@ -167,12 +169,6 @@ class HeadElsewhere:
             key=self._token,
             introduce=lambda connection: again,
         )
-
-    def _take_probes(self) -> None:
-        """Close the connections that wait at the listener: the head only tests whether they are accepted."""
-        with contextlib.suppress(OSError):
-            for _ in range(_MAX_PROBES):
-                self._listener.accept()[0].close()
 
 
 class HeadHere:

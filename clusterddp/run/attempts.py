@@ -129,15 +129,14 @@ class EndRecord:
             patience_s = storage_timeout_s() if is_outage(error) else min(_FULL_S, storage_timeout_s())
             if now < self._began + patience_s:
                 return False
-            self._spool(str(error))
+            self.error = str(error)
+            reason = f"{self.end.reason}; this could not be recorded in the run's directory: {error}"
+            self.end = dataclasses.replace(
+                self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time()
+            )
+            self.is_first = spool_end(self._token, self._attempt.number, self.end)
+            drop_secrets(RunDir(self._attempt.path.parents[1]))
             return True
-
-    def _spool(self, error: str) -> None:
-        self.error = error
-        reason = f"{self.end.reason}; this could not be recorded in the run's directory: {error}"
-        self.end = dataclasses.replace(self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time())
-        self.is_first = spool_end(self._token, self._attempt.number, self.end)
-        drop_secrets(RunDir(self._attempt.path.parents[1]))
 
 
 def close_attempt(attempt: AttemptDir, end: AttemptEnd, token: str) -> EndRecord:
