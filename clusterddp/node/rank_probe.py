@@ -8,19 +8,17 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import re
 import socket
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.node.processes import start_into_memory
 from clusterddp.node.stack_hook import MEMORY_PREFIX, STACKS, socket_name, stack_signal
 from clusterddp.run.stacks import Answer, Frame, RankStack, parse_answer, parse_stacks
 from clusterddp.system.files import read_regular
-from clusterddp.system.processes import find_descendants, read_command, read_process, read_state
+from clusterddp.system.processes import find_descendants, read_command, read_state
 
 PATIENCE_S = 3.0
 """How long a rank may take to write its stacks and to answer."""
@@ -34,11 +32,8 @@ _CHUNK = 65_536
 _MAX_SOURCE_LINE = 100
 _MAX_SOURCE_BYTES = 1 << 20
 _MAX_CHILDREN, _MAX_GROUPS, _MAX_FRAMES, _MAX_NAME = 6, 64, 60, 300
-_WAITS_FOR_PROGRAM = ("/clusterddp/node/command.py", "/torch/multiprocessing/spawn.py")
 _SOURCE_LINES = 12
 """Of so many frames the text of the line is read."""
-_PY_SPY_THREAD = re.compile(r"Thread (\d+)\b.*")
-_PY_SPY_FRAME = re.compile(r"    (.+?) \((.+):(\d+)\)")
 
 
 class AskedRank:
@@ -117,8 +112,6 @@ class _Probe:
     """A descriptor of it, once it has the signal."""
     asked: AskedRank | None = None
     signalled: bool = False
-    spied: bool = False
-    """True once py-spy was asked, if the rank runs another program; `memory` is then its output."""
     missing: str = ""
     size: int = 0
     changed_at: float = 0.0
@@ -158,9 +151,9 @@ class Probes:
             probe.asked.step()
             if not (probe.signalled or probe.answer) and now - self.begun >= SIGNAL_AFTER_S:
                 _signal(probe, now)
-            if probe.answer is not None and not probe.spied:
-                _spy(probe, probe.answer, now)
-            if probe.memory is not None:
+            if probe.answer is not None:
+                _close(probe)
+            elif probe.memory is not None:
                 _read_memory(probe, now, late=late)
         return late or all(probe.done for probe in self.probes.values())
 
@@ -212,16 +205,6 @@ def _signal(probe: _Probe, now: float) -> None:
     probe.size, probe.changed_at = 0, now
 
 
-def _spy(probe: _Probe, answer: Answer, now: float) -> None:
-    """Ask py-spy for the stacks of what a rank waits for, if that is another program."""
-    probe.spied = True
-    _close(probe)
-    if any(frame.file.endswith(_WAITS_FOR_PROGRAM) for frame in answer.frames):
-        python = find_python(children_of({probe.pid}).get(probe.pid, ()))
-        probe.memory = None if python is None else start_py_spy(python)
-        probe.size, probe.changed_at = 0, now
-
-
 def _read_memory(probe: _Probe, now: float, *, late: bool) -> None:
     assert probe.memory is not None
     size = os.fstat(probe.memory).st_size
@@ -230,7 +213,7 @@ def _read_memory(probe: _Probe, now: float, *, late: bool) -> None:
     if not late and (size == 0 or now - probe.changed_at < _SETTLED_S):
         return
     probe.raw = os.pread(probe.memory, _MAX_RAW_BYTES, 0).decode("utf-8", errors="replace")
-    if not probe.raw and not probe.spied:
+    if not probe.raw:
         probe.missing = "it does not answer, and has not taken the signal"
     _close(probe)
 
@@ -257,8 +240,6 @@ def _result(rank: int, probe: _Probe, host: str, cpu: float | None, children: Se
     answer = probe.answer
     raw = "\n\n".join(thread.text for thread in answer.threads)[:_MAX_RAW_BYTES] if answer else probe.raw
     frames = answer.frames if answer else parse_stacks(probe.raw)
-    if probe.spied and (found := parse_py_spy(probe.raw)):
-        raw, frames = probe.raw, found
     return RankStack(
         rank=rank,
         host=host,
@@ -301,44 +282,3 @@ def _source_line(frame: Frame) -> str:
         return ""
     line = lines[frame.line - 1].strip().partition("  # ")[0] if 0 < frame.line <= len(lines) else ""
     return line if len(line) <= _MAX_SOURCE_LINE else f"{line[: _MAX_SOURCE_LINE - 3]}..."
-
-
-def find_python(children: Sequence[int]) -> int | None:
-    """Choose the process whose stacks say where a command is: the first Python that is no launcher of another program.
-
-    The workers of a DataLoader have the command line of their parent; what a launcher starts has another one.
-    """
-    commands = {pid: read_command(pid) for pid in children}
-    pythons = {pid: words for pid, words in commands.items() if words and PurePath(words[0]).name.startswith("python")}
-    parents = _parents(pythons)
-    launchers = {parents[pid] for pid, words in pythons.items() if pythons.get(parents[pid], words) != words}
-    return next((pid for pid in sorted(pythons) if pid not in launchers), None)
-
-
-def start_py_spy(pid: int) -> int | None:
-    """Start py-spy on a process; see `start_into_memory`."""
-    return start_into_memory("py-spy", "dump", "--nonblocking", "--full-filenames", "--pid", str(pid))
-
-
-def parse_py_spy(text: str) -> tuple[Frame, ...]:
-    """Return the main thread's frames, innermost first: of the thread whose number is the process's."""
-    lines = text.splitlines()
-    pid = lines[0].partition(":")[0].rpartition(" ")[2] if lines else ""
-    frames: list[Frame] = []
-    wanted = False
-    for line in lines:
-        if thread := _PY_SPY_THREAD.fullmatch(line):
-            wanted = thread[1] == pid
-        elif wanted and (found := _PY_SPY_FRAME.fullmatch(line)):
-            frames.append(Frame(file=found[2], line=int(found[3]), function=found[1]))
-    return tuple(frames)
-
-
-def _parents(pids: Mapping[int, object]) -> dict[int, int]:
-    parents = {}
-    for pid in pids:
-        try:
-            parents[pid] = read_process(pid).parent
-        except (OSError, ValueError):
-            parents[pid] = 0
-    return parents
