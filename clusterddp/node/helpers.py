@@ -1,8 +1,8 @@
 """The head's helpers: processes that send a message of `notify` and write the report, on which the run does not depend.
 
 `python -m clusterddp.node.helpers` reads a `HelperOrder` as JSON from standard input, and ends by itself within
-seconds. A channel is a thread of its own, so that one that hangs, in a look-up of a name for instance, delays no other.
-A channel that fails is tried once more. The results are in the run's history; nothing is printed.
+seconds. Each channel is a process of its own, so that one that hangs delays no other. A channel that fails is tried
+once more. The results are in the run's history; nothing is printed.
 
 A helper has no cookie: no cleanup ends it, and no process of the run is left for it. Outside a batch job it may outlive
 the supervisor: the end of a run, and the release of its GPUs, wait for none.
@@ -20,7 +20,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -77,7 +76,7 @@ class Helpers:
     def on_event(self, event: Event, attempt: int, reason: str) -> None:
         """Send the message about an event while the run goes on, if the spec asks for it."""
         if event in self._notify.on and not self._in_sweep:
-            self._start(message(event, self._run, attempt, RunState.RUNNING, reason))
+            self._send(message(event, self._run, attempt, RunState.RUNNING, reason))
 
     def on_end(self, attempt: int, end: AttemptEnd) -> None:
         """Send the message about the end of an attempt, and write the report."""
@@ -89,7 +88,9 @@ class Helpers:
             about = message_of_end(self._notify, self._run, view, at=end.ended)
         else:
             about = message_of_end(self._notify, self._run, final_view(self._run.attempt(attempt), end))
-        self._start(about, report=str(self._run.path) if self._writes_report else None)
+        self._send(about)
+        if self._writes_report:
+            self._start(HelperOrder(report=str(self._run.path)))
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
         self.pids.difference_update(exits)
@@ -104,12 +105,12 @@ class Helpers:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
 
-    def _start(self, about: Message | None, *, report: str | None = None) -> None:
-        channels = self._notify.channels if about is not None else ()
-        if not (channels or report):
-            return
+    def _send(self, about: Message | None) -> None:
+        for channel in self._notify.channels if about is not None else ():
+            self._start(HelperOrder(notify=self._notify, message=about, channel=channel))
+
+    def _start(self, order: HelperOrder) -> None:
         try:
-            order = HelperOrder(notify=self._notify, message=about, channels=channels, report=report)
             process = start_helper(order, self._environ)
         except OSError as error:
             log_line(f"a message or the report could not be started: {error}")
@@ -145,58 +146,42 @@ class NotSentError(Exception):
 
 
 def main() -> int:
-    """Do what the order says, and record the results."""
+    """Do what the order says, and record the result."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # a batch system signals every process of a job
     order = build(HelperOrder, read_object(sys.stdin.buffer.read()))
-    deadline = time.monotonic() + SEND_S
-    results: dict[str, str] = {}
-    senders = [
-        threading.Thread(target=_try_twice, args=(order, name, deadline, results), daemon=True)
-        for name in order.channels
-    ]
-    for sender in senders:
-        sender.start()
     if order.report is not None:
-        threading.Thread(target=write_report, args=(RunDir(Path(order.report)),)).start()
-    for sender in senders:
-        sender.join(max(0.0, deadline + 1.0 - time.monotonic()))
-    if order.message is not None:
-        _record(order, results)
+        write_report(RunDir(Path(order.report)))
+    if order.notify is not None and order.message is not None:
+        signal.alarm(int(SEND_S) + 1)  # a look-up of a name may hang; a later command then finds no result
+        about = order.message
+        error = try_twice(order.notify, about, order.channel)
+        result = {"error": error[:_MAX_ERROR]} if error else {}
+        facts = {"attempt": about.attempt, "what": about.event, "by": order.channel}
+        log_event(RunDir(Path(about.run_dir)), "notify_failed" if error else "notified", **facts, **result)
     return 0
 
 
-def _try_twice(order: HelperOrder, channel: str, deadline: float, results: dict[str, str]) -> None:
-    """Send by one channel, and again when it fails and time is left; put the error into `results`, empty: none."""
+def try_twice(notify: Notify, about: Message, channel: str) -> str:
+    """Send by one channel, and again when it fails and time is left; return the error, empty: none.
+
+    The address of a webhook is a secret, which no error has.
+    """
     send = {"command": run_command, "webhook": post, "mail": send_mail}[channel]
+    deadline, error = time.monotonic() + SEND_S, ""
     for pause_s in (0.0, _PAUSE_S):
         time.sleep(pause_s)
         left_s = deadline - time.monotonic()
         if left_s < _PAUSE_S:
-            return
+            break
         try:
-            assert order.notify is not None
-            assert order.message is not None
-            send(order.notify, order.message, left_s)
-            results[channel] = ""
-            return
-        except NotSentError as error:
-            results[channel] = str(error)
-        except Exception as error:  # its text may have the address
-            results[channel] = type(error).__name__
-
-
-def _record(order: HelperOrder, results: Mapping[str, str]) -> None:
-    """Write to the history which channels have sent the message; the address of the webhook is a secret."""
-    assert order.message is not None
-    run = RunDir(Path(order.message.run_dir))
-    secret = webhook_address(order.notify.webhook or "", os.environ) if order.notify else ""
-    for name in order.channels:
-        facts: dict[str, Any] = {"attempt": order.message.attempt, "what": order.message.event, "by": name}
-        error = results.get(name, f"no answer within {SEND_S:g} s")[:_MAX_ERROR]
-        if error:
-            log_event(run, "notify_failed", **facts, error=error.replace(secret, "...") if secret else error)
-        else:
-            log_event(run, "notified", **facts)
+            send(notify, about, left_s)
+            return ""
+        except NotSentError as refusal:
+            error = str(refusal)
+        except Exception as failure:  # its text may have the address
+            error = type(failure).__name__
+    secret = webhook_address(notify.webhook or "", os.environ)
+    return error.replace(secret, "...") if secret else error
 
 
 def post(notify: Notify, about: Message, timeout_s: float) -> None:

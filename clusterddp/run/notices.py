@@ -61,8 +61,8 @@ class HelperOrder:
 
     notify: Notify | None = None
     message: Message | None = None
-    channels: tuple[str, ...] = ()
-    """The ways by which the message is sent."""
+    channel: str = ""
+    """The way by which the message is sent."""
     report: str | None = None
     """The directory of the run whose report is to be written."""
 

@@ -93,10 +93,11 @@ def _send(
         sent.add("webhook")  # another shell of the user's may have the variable
     channels = [channel for channel in notify.channels if channel not in sent | open_]
     channels = [channel for channel in channels if claim(place, f"end-{about.attempt}-{channel}")]
-    if channels:
-        environment = process_environment("", environ)
-        environment.pop(COOKIE)
-        process = start_helper(HelperOrder(notify=notify, message=about, channels=tuple(channels)), environment)
+    environment = process_environment("", environ)
+    environment.pop(COOKIE)
+    for process in [
+        start_helper(HelperOrder(notify=notify, message=about, channel=each), environment) for each in channels
+    ]:
         if patience_s:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience_s)

@@ -66,5 +66,5 @@ def test_a_sweep_has_one_message_for_all_its_runs(tmp_path: Path):
 
 def test_an_order_survives_its_way_to_the_process_that_sends(run: RunDir):
     about = message("end", run, 0, RunState.COMPLETED, "")
-    sent = HelperOrder(notify=NOTIFY, message=about, channels=("webhook",))
+    sent = HelperOrder(notify=NOTIFY, message=about, channel="webhook")
     assert build(HelperOrder, json.loads(json.dumps(dataclasses.asdict(sent)))) == sent
