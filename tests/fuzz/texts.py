@@ -43,7 +43,6 @@ def printed_by_slurm() -> Iterator[Target]:
         "scontrol show config": lambda text: (
             cluster.array_limits(cluster.parse_config(text)),
             control.read_kill_wait_s(text),
-            cluster.describe_cluster(cluster.parse_config(text), user=cluster.User(name="a")).version_number,
         ),
     }
 
@@ -57,7 +56,7 @@ def printed_by_slurm() -> Iterator[Target]:
         groups = partitions.parse_node_groups(text if what == "sinfo" else sinfo)
         found = partitions.parse_partitions(text if what == "partitions" else partition, groups)
         known = partitions.parse_associations(text if what == "associations" else association, cluster=None)
-        facts = cluster.describe_cluster({}, user=cluster.User(name="a"), partitions=found, associations=known)
+        facts = cluster.Cluster(partitions=found, associations=known)
         chosen = first_spec.choose_partition(facts)
         if chosen is not None:
             first_spec.fill_in(facts, chosen)

@@ -6,7 +6,7 @@ import grp
 import os
 import pwd
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterddp.errors import PreflightError, SlurmError
@@ -262,34 +262,14 @@ def read_cluster(environ: Mapping[str, str], *, user: User | None = None) -> Clu
         if len({association.account for association in associations}) > 1:
             default_account = ask("sacctmgr", "-nP", "show", "user", user.name, "format=defaultaccount").strip() or None
         ask("sacct", "-nXP", "-S", "now", "-o", "jobid")
-    return describe_cluster(
-        config,
-        user=user,
-        partitions=partitions,
-        associations=associations,
-        default_account=default_account,
-        unanswered=unanswered,
-    )
-
-
-def describe_cluster(
-    config: Mapping[str, str],
-    *,
-    user: User,
-    partitions: Sequence[Partition] = (),
-    associations: Sequence[Association] = (),
-    default_account: str | None = None,
-    unanswered: Sequence[str] = (),
-) -> Cluster:
-    """Make a `Cluster` of the output of the commands."""
     enforced = config.get("AccountingStorageEnforce")
     requeue = config.get("JobRequeue")
     return Cluster(
         name=config.get("ClusterName"),
         version=config.get("SLURM_VERSION"),
         user=user,
-        partitions=tuple(partitions),
-        associations=tuple(associations),
+        partitions=partitions,
+        associations=associations,
         default_account=default_account,
         has_accounting=has_accounting(config),
         needs_account=None if enforced is None else bool({"associations", "limits", "all"} & set(enforced.split(","))),

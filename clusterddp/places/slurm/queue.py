@@ -12,7 +12,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -23,10 +23,15 @@ from clusterddp.run.job_tag import tag_of
 
 SEPARATOR = "\x1f"
 """Separates fields. The job's name, which may contain any text, is the last field."""
-SQUEUE_FIELDS = ("%A", "%F", "%K", "%T", "%V", "%S", "%e", "%P", "%D", "%N", "%r", "%j")
-"""Job, array, task, state, submit, start, end, partition, number of nodes, hosts, reason, name; without widths, so that
-squeue cuts no field."""
-SACCT_FIELDS = ("JobID", "State", "ExitCode", "Submit", "Start", "End", "Partition", "NNodes", "NodeList", "JobName")
+SQUEUE_FIELDS = {
+    "id": "%A", "array_id": "%F", "task": "%K", "state": "%T", "submitted": "%V", "started": "%S", "ended": "%e",
+    "partition": "%P", "num_nodes": "%D", "nodes": "%N", "reason": "%r", "name": "%j",
+}  # fmt: skip
+"""Without widths, so that squeue cuts no field."""
+SACCT_FIELDS = {
+    "job_id": "JobID", "state": "State", "exit_code": "ExitCode", "submitted": "Submit", "started": "Start",
+    "ended": "End", "partition": "Partition", "num_nodes": "NNodes", "nodes": "NodeList", "name": "JobName",
+}  # fmt: skip
 
 
 class Phase(Enum):
@@ -93,59 +98,39 @@ class Job:
 
 def read_squeue(text: str) -> list[Job]:
     """Read clusterddp's jobs in squeue's output; skip lines that do not parse, and names without a tag."""
-    jobs = []
-    for fields in _rows(text, len(SQUEUE_FIELDS)):
-        job_id, array_id, task, state, submitted, started, ended, partition, num_nodes, nodes, reason, name = fields
-        tag = tag_of(name)
-        if tag is None or not (_is_number(job_id) and _is_number(array_id)) or not state:
-            continue
-        jobs.append(
-            Job(
-                job_id=f"{array_id}_{task}" if _is_number(task) else array_id,
-                tag=tag,
-                array_index=int(task) if _is_number(task) else None,
-                state=_word(state),
-                reason="" if reason == "None" else reason,
-                partition=partition,
-                num_nodes=int(num_nodes) if _is_number(num_nodes) else None,
-                nodes=nodes,
-                submitted=read_time(submitted),
-                started=read_time(started),
-                ended=read_time(ended),
-                source="squeue",
-            )
-        )
-    return jobs
+    rows = _rows(text, SQUEUE_FIELDS)
+    return [job for row in rows if (job := _job(row, row["array_id"], row["task"], "squeue"))]
 
 
 def read_sacct(text: str) -> list[Job]:
     """Read clusterddp's jobs in sacct's output; each start of a requeued job is a job of its own."""
-    jobs = []
-    for fields in _rows(text, len(SACCT_FIELDS)):
-        job_id, state, exit_code, submitted, started, ended, partition, num_nodes, nodes, name = fields
-        tag = tag_of(name)
-        number, _, task = job_id.partition("_")
-        if tag is None or not _is_number(number) or not state:
-            continue
-        by = re.search(r" by (\d{1,10})\b", state)
-        jobs.append(
-            Job(
-                job_id=job_id if _is_number(task) else number,
-                tag=tag,
-                array_index=int(task) if _is_number(task) else None,
-                state=_word(state),
-                cancelled_by=int(by[1]) if by else None,
-                exit_code=exit_code,
-                partition=partition,
-                num_nodes=int(num_nodes) if _is_number(num_nodes) else None,
-                nodes="" if nodes == "None assigned" else nodes,
-                submitted=read_time(submitted),
-                started=read_time(started),
-                ended=read_time(ended),
-                source="sacct",
-            )
-        )
-    return jobs
+    rows = _rows(text, SACCT_FIELDS)
+    return [job for row in rows if (job := _job(row, *row["job_id"].partition("_")[::2], "sacct"))]
+
+
+def _job(row: Mapping[str, str], number: str, task: str, source: Literal["squeue", "sacct"]) -> Job | None:
+    """Make the job of a row; `task`: its index in its array, or another text."""
+    tag, state = tag_of(row["name"]), row["state"]
+    if tag is None or not _is_number(number) or not state:
+        return None
+    by = re.search(r" by (\d{1,10})\b", state)
+    reason = row.get("reason", "")
+    return Job(
+        job_id=f"{number}_{task}" if _is_number(task) else number,
+        tag=tag,
+        array_index=int(task) if _is_number(task) else None,
+        state=state.split(maxsplit=1)[0].rstrip("+").upper(),  # `CANCELLED by 0` and `cancelled+` are CANCELLED
+        cancelled_by=int(by[1]) if by else None,
+        reason="" if reason == "None" else reason,
+        exit_code=row.get("exit_code", ""),
+        partition=row["partition"],
+        num_nodes=int(row["num_nodes"]) if _is_number(row["num_nodes"]) else None,
+        nodes="" if row["nodes"] == "None assigned" else row["nodes"],
+        submitted=read_time(row["submitted"]),
+        started=read_time(row["started"]),
+        ended=read_time(row["ended"]),
+        source=source,
+    )
 
 
 def read_time(text: str) -> float | None:
@@ -161,16 +146,11 @@ def _is_number(text: str) -> bool:
     return text.isdecimal() and len(text) <= _MAX_DIGITS
 
 
-def _word(state: str) -> str:
-    """`CANCELLED by 0` and `cancelled+` are CANCELLED."""
-    return state.split(maxsplit=1)[0].rstrip("+").upper()
-
-
-def _rows(text: str, num_fields: int) -> Iterator[list[str]]:
+def _rows(text: str, names: Collection[str]) -> Iterator[dict[str, str]]:
     for line in text.split("\n"):
-        fields = line.split(SEPARATOR, num_fields - 1)
-        if len(fields) == num_fields:
-            yield [*(field.strip() for field in fields[:-1]), fields[-1]]
+        fields = line.split(SEPARATOR, len(names) - 1)
+        if len(fields) == len(names):
+            yield dict(zip(names, [*(field.strip() for field in fields[:-1]), fields[-1]], strict=True))
 
 
 MAX_AGE_S = 4.0
@@ -227,10 +207,6 @@ class Slurm:
         self._looked_again: set[Wanted] = set()
         self.has_accounting: bool | None = None
         """None before the first sacct."""
-
-    def job(self, tag: str, array_index: int | None = None) -> Job | None:
-        """Return the newest job with this tag, as `find` does."""
-        return self.find(Wanted(tag=tag, array_index=array_index))
 
     def expect(self, wanted: Iterable[Wanted]) -> None:
         """Announce the queries that will follow, so that one sacct serves all of them."""
@@ -319,7 +295,7 @@ class Slurm:
 
     def _squeue(self, cluster: str | None, owners: tuple[int, ...]) -> list[Job]:
         argv = ["squeue", "--noheader", "--array", "--states=all", _of(owners)]
-        return read_squeue(self._run([*argv, *_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS)}"]))
+        return read_squeue(self._run([*argv, *_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS.values())}"]))
 
     def _sacct(self, undecided: list[Wanted]) -> list[Job]:
         """Ask for all jobs by their ids, and once more by time for those whose id is not known."""
@@ -333,7 +309,7 @@ class Slurm:
             since = min(time.time() - 86400 if moment is None else moment - 3600 for moment in without_id)
             queries.append(time.strftime("--starttime=%Y-%m-%dT%H:%M:%S", time.localtime(max(0, since))))
         argv = ["sacct", "--allocations", "--parsable2", "--noheader", "--duplicates", f"--delimiter={SEPARATOR}"]
-        argv += [*_on(cluster), _of(owners), f"--format={','.join(SACCT_FIELDS)}"]
+        argv += [*_on(cluster), _of(owners), f"--format={','.join(SACCT_FIELDS.values())}"]
         try:
             jobs = [job for query in queries for job in read_sacct(self._run([*argv, query]))]
         except SlurmError as error:
