@@ -1,4 +1,4 @@
-"""The environment of a rank: torchrun's variables and clusterddp's own, each with the origin of its value.
+"""The environment of a rank: the names of its variables, and what its entry and commands beside it get.
 
 An entry gets more variables, which follow from the rank's variables and the plan: the start-up of the rank sets them,
 so a launcher (supervisor, torchrun, mpirun) need not know them. In its arguments `--rank {rank}` becomes each rank's
@@ -36,7 +36,6 @@ DEVICE = "CLUSTERDDP_DEVICE"
 """The device of the trainer's ranks: cuda or cpu."""
 GPU = "CLUSTERDDP_GPU"
 """The index of the rank's GPU among those that it sees, where that is not LOCAL_RANK."""
-"""The cores near its GPU that a starting rank is bound to; removed before the user's program runs."""
 PRELOAD = "CLUSTERDDP_PRELOAD"
 """The modules, with commas between, that a starting rank imports first; removed before the user's program runs."""
 LISTENER_FD = "CLUSTERDDP_LISTENER_FD"
@@ -71,18 +70,6 @@ class Variable:
     origin: str
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
-    """The place of a rank in its gang."""
-
-    rank: int
-    local_rank: int
-    node_rank: int
-    world_size: int
-    local_world_size: int
-    num_nodes: int
-
-
 def cookie(token: str, role: str) -> str:
     """Return the value of CLUSTERDDP_COOKIE for a role: `s2` supervisor, `g2` guard, `n2` ranks of node 2, `task`."""
     return f"{token}.{role}"
@@ -91,53 +78,6 @@ def cookie(token: str, role: str) -> str:
 def rank_cookies(token: str, *node_ranks: int) -> tuple[str, ...]:
     """Return the cookies of the ranks of nodes (`n2`) and of commands beside them (`x2`)."""
     return tuple(cookie(token, f"{role}{node_rank}") for node_rank in node_ranks for role in ("n", "x"))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSettings:
-    """The values that the variables of one rank are computed from."""
-
-    place: RankPlace
-    run: str
-    run_dir: str
-    token: str
-    attempt: int
-    restarts: int
-    restart: int = 0
-    """Counts the gang's restarts since it was launched; it is not `attempt` when a run was resumed."""
-    master_addr: str
-    master_port: int | str
-    """A text in a plan, where the port is not known yet."""
-    threads: int
-    gpus: tuple[str, ...] | None
-    """None: clusterddp does not choose the GPUs that the rank sees."""
-    on_cpu: bool = False
-    """True: the ranks compute on the CPU, whatever the machine has."""
-    backend: str
-    interface: str | None
-    nccl_interfaces: tuple[str, ...] = ()
-    """The interfaces of NCCL's sockets, in place of `interface`."""
-    user: Mapping[str, str]
-    """The user's own variables. They override what clusterddp chooses, but not place, rendezvous and run."""
-
-
-def rank_variables(settings: RankSettings) -> dict[str, Variable]:
-    """Compute every variable that clusterddp sets for one rank, including the user's own."""
-    groups = {
-        "the plan: the rank's place in the gang": _place_variables(settings.place),
-        "the plan: the rendezvous": _rendezvous_variables(settings),
-        "the run": _run_variables(settings),
-    }
-    return {
-        **_chosen(settings),
-        **_nccl_variables(settings),
-        **{name: Variable(value, USERS) for name, value in settings.user.items()},
-        **{
-            name: Variable(str(value), origin)
-            for origin, variables in groups.items()
-            for name, value in variables.items()
-        },
-    }
 
 
 def exec_environment(environ: Mapping[str, str], place: Mapping[str, int], token: str) -> dict[str, str]:
@@ -162,82 +102,6 @@ def exec_environment(environ: Mapping[str, str], place: Mapping[str, int], token
 def inherited_environment() -> dict[str, str]:
     """Return the environment that child processes inherit: this process's, without clusterddp's variables."""
     return {key: value for key, value in os.environ.items() if not key.startswith("CLUSTERDDP_")}
-
-
-def _place_variables(place: RankPlace) -> dict[str, object]:
-    return {
-        "RANK": place.rank,
-        "LOCAL_RANK": place.local_rank,
-        "WORLD_SIZE": place.world_size,
-        "LOCAL_WORLD_SIZE": place.local_world_size,
-        "GROUP_RANK": place.node_rank,
-        "GROUP_WORLD_SIZE": place.num_nodes,
-        "NODE_RANK": place.node_rank,
-        "ROLE_RANK": place.rank,
-        "ROLE_WORLD_SIZE": place.world_size,
-        "ROLE_NAME": "default",
-    }
-
-
-def _rendezvous_variables(settings: RankSettings) -> dict[str, object]:
-    return {
-        "MASTER_ADDR": settings.master_addr,
-        "MASTER_PORT": settings.master_port,
-        "TORCHELASTIC_RUN_ID": settings.run,
-        "TORCHELASTIC_RESTART_COUNT": settings.restart,
-        "TORCHELASTIC_MAX_RESTARTS": settings.restarts,
-        "TORCHELASTIC_USE_AGENT_STORE": False,
-    }
-
-
-def _run_variables(settings: RankSettings) -> dict[str, object]:
-    attempt_dir = f"{settings.run_dir}/attempts/{settings.attempt}"
-    return {
-        ERROR_FILE: f"{attempt_dir}/ranks/{settings.place.rank:03d}.error.json",
-        "CLUSTERDDP_RUN": settings.run,
-        "CLUSTERDDP_RUN_DIR": settings.run_dir,
-        "CLUSTERDDP_ATTEMPT": settings.attempt,
-        STOP_FILE: f"{attempt_dir}/STOP",
-        "CLUSTERDDP_BACKEND": settings.backend,
-        DEVICE: "cpu" if settings.on_cpu else "cuda",
-        COOKIE: cookie(settings.token, f"n{settings.place.node_rank}"),
-    }
-
-
-def _nccl_variables(settings: RankSettings) -> dict[str, Variable]:
-    """Choose NCCL's interfaces, and have it log its choice, unless the user sets NCCL's log variables."""
-    variables = {}
-    if settings.nccl_interfaces:
-        names = f"={','.join(settings.nccl_interfaces)}"
-        variables["NCCL_SOCKET_IFNAME"] = Variable(names, "the fastest network of all hosts")
-    spans_ranks = settings.backend == "nccl" and settings.place.world_size > 1
-    if spans_ranks and settings.user.keys().isdisjoint(NCCL_VARIABLES):
-        logs = f"{settings.run_dir}/attempts/{settings.attempt}/logs"
-        log = f"{logs}/rank-{settings.place.rank:03d}.nccl".replace("%", "%%")
-        for name, value in zip(NCCL_VARIABLES, ("INFO", "INIT,NET", log), strict=True):
-            variables[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
-    return variables
-
-
-def _chosen(settings: RankSettings) -> dict[str, Variable]:
-    """Compute the variables that the user's own override."""
-    gpus, interface = settings.gpus, settings.interface
-    chosen = {
-        "OMP_NUM_THREADS": Variable(str(settings.threads), "resources.cpus_per_task"),
-        "PYTHONUNBUFFERED": Variable("1", "clusterddp: logs are read while they are written"),
-    }
-    if gpus is not None:
-        gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
-        chosen["CUDA_VISIBLE_DEVICES"] = Variable(",".join(gpus), gpu_origin)
-    if settings.on_cpu:
-        # Without it Accelerate's ranks make no group when they find no GPU: each trains by itself, without an error.
-        chosen["ACCELERATE_USE_CPU"] = Variable("true", "the ranks compute on the CPU")
-    if interface is not None:
-        chosen["GLOO_SOCKET_IFNAME"] = Variable(interface, "network.interface")
-        if not interface.startswith("lo"):
-            # NCCL reads a bare name as a prefix; "=" makes it exact. On loopback NCCL chooses by itself.
-            chosen["NCCL_SOCKET_IFNAME"] = Variable(f"={interface}", "network.interface")
-    return chosen
 
 
 def _logs_nccl_for_run(environ: Mapping[str, str]) -> bool:

@@ -12,15 +12,19 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from clusterddp.ranks.environment import (
+    COOKIE,
+    DEVICE,
     ENVIRONMENT_KEYS,
+    ERROR_FILE,
     GPU,
+    NCCL_VARIABLES,
+    STOP_FILE,
+    USERS,
     Counts,
     Init,
-    RankPlace,
-    RankSettings,
     Variable,
+    cookie,
     entry_environment,
-    rank_variables,
 )
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
@@ -212,41 +216,88 @@ class Gang:
     def variables_of(
         self, rank: int, *, run_dir: str, attempt: int, master_port: int | str, restart: int = 0
     ) -> dict[str, Variable]:
-        """Compute the environment variables of one rank; the plan shows them and the supervisor sets them.
+        """Compute every variable that clusterddp sets for one rank; the plan shows them and the supervisor sets them.
 
-        See `RankSettings` for `restart`, and for a `master_port` that is a text.
+        The user's own override what clusterddp chooses, but not place, rendezvous and run. `master_port`: a text in a
+        plan, where the port is not known yet. `restart` counts the gang's restarts since it was launched; it is not
+        `attempt` when a run was resumed.
         """
         node = self.node_of(rank)
-        gpus, variables = node.gpus, {}
+        attempt_dir = f"{run_dir}/attempts/{attempt}"
+        place = {
+            "RANK": rank,
+            "LOCAL_RANK": node.ranks.index(rank),
+            "WORLD_SIZE": self.world_size,
+            "LOCAL_WORLD_SIZE": len(node.ranks),
+            "GROUP_RANK": node.node_rank,
+            "GROUP_WORLD_SIZE": len(self.nodes),
+            "NODE_RANK": node.node_rank,
+            "ROLE_RANK": rank,
+            "ROLE_WORLD_SIZE": self.world_size,
+            "ROLE_NAME": "default",
+        }
+        rendezvous = {
+            "MASTER_ADDR": self.master_addr,
+            "MASTER_PORT": master_port,
+            "TORCHELASTIC_RUN_ID": self.run,
+            "TORCHELASTIC_RESTART_COUNT": restart,
+            "TORCHELASTIC_MAX_RESTARTS": self.restarts,
+            "TORCHELASTIC_USE_AGENT_STORE": False,
+        }
+        run = {
+            ERROR_FILE: f"{attempt_dir}/ranks/{rank:03d}.error.json",
+            "CLUSTERDDP_RUN": self.run,
+            "CLUSTERDDP_RUN_DIR": run_dir,
+            "CLUSTERDDP_ATTEMPT": attempt,
+            STOP_FILE: f"{attempt_dir}/STOP",
+            "CLUSTERDDP_BACKEND": self.backend,
+            DEVICE: "cpu" if self.on_cpu else "cuda",
+            COOKIE: cookie(self.token, f"n{node.node_rank}"),
+        }
+        groups: tuple[tuple[str, dict[str, Any]], ...] = (
+            ("the plan: the rank's place in the gang", place),
+            ("the plan: the rendezvous", rendezvous),
+            ("the run", run),
+        )
+        return {
+            **self._chosen(node, rank),
+            **self._of_nccl(node, f"{attempt_dir}/logs/rank-{rank:03d}.nccl"),
+            **{name: Variable(value, USERS) for name, value in self.env.items()},
+            **{name: Variable(str(value), origin) for origin, group in groups for name, value in group.items()},
+        }
+
+    def _chosen(self, node: Node, rank: int) -> dict[str, Variable]:
+        """Compute the variables that the user's own override."""
+        chosen = {}
+        gpus, interface = node.gpus, node.interface or self.interface
         if any(gpu.startswith("MIG-") for gpu in gpus) and len(gpus) == len(node.ranks) > 1:
             gpus = (gpus[node.ranks.index(rank)],)
-            variables[GPU] = Variable("0", "CUDA shows a process one slice of a GPU")
-        settings = RankSettings(
-            place=RankPlace(
-                rank=rank,
-                local_rank=node.ranks.index(rank),
-                node_rank=node.node_rank,
-                world_size=self.world_size,
-                local_world_size=len(node.ranks),
-                num_nodes=len(self.nodes),
-            ),
-            run=self.run,
-            attempt=attempt,
-            restart=restart,
-            restarts=self.restarts,
-            master_addr=self.master_addr,
-            master_port=master_port,
-            threads=self.threads_per_rank,
-            gpus=None if node.slurm_chooses_gpus else gpus,
-            interface=node.interface or self.interface,
-            nccl_interfaces=node.nccl_interfaces,
-            backend=self.backend,
-            run_dir=run_dir,
-            token=self.token,
-            user=self.env,
-            on_cpu=self.on_cpu,
-        )
-        return variables | rank_variables(settings)
+            chosen[GPU] = Variable("0", "CUDA shows a process one slice of a GPU")
+        chosen["OMP_NUM_THREADS"] = Variable(str(self.threads_per_rank), "resources.cpus_per_task")
+        chosen["PYTHONUNBUFFERED"] = Variable("1", "clusterddp: logs are read while they are written")
+        if not node.slurm_chooses_gpus:
+            gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"
+            chosen["CUDA_VISIBLE_DEVICES"] = Variable(",".join(gpus), gpu_origin)
+        if self.on_cpu:
+            # Without it Accelerate's ranks make no group when they find no GPU: each trains alone, without an error.
+            chosen["ACCELERATE_USE_CPU"] = Variable("true", "the ranks compute on the CPU")
+        if interface is not None:
+            chosen["GLOO_SOCKET_IFNAME"] = Variable(interface, "network.interface")
+            if not interface.startswith("lo"):
+                # NCCL reads a bare name as a prefix; "=" makes it exact. On loopback NCCL chooses by itself.
+                chosen["NCCL_SOCKET_IFNAME"] = Variable(f"={interface}", "network.interface")
+        return chosen
+
+    def _of_nccl(self, node: Node, log: str) -> dict[str, Variable]:
+        """Choose NCCL's interfaces, and have it log its choice, unless the user sets NCCL's log variables."""
+        variables = {}
+        if node.nccl_interfaces:
+            names = f"={','.join(node.nccl_interfaces)}"
+            variables["NCCL_SOCKET_IFNAME"] = Variable(names, "the fastest network of all hosts")
+        if self.backend == "nccl" and self.world_size > 1 and self.env.keys().isdisjoint(NCCL_VARIABLES):
+            for name, value in zip(NCCL_VARIABLES, ("INFO", "INIT,NET", log.replace("%", "%%")), strict=True):
+                variables[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
+        return variables
 
     def to_json(self) -> dict[str, Any]:
         # dataclasses.asdict copies every number, which is slow for the thousand gangs of a sweep.

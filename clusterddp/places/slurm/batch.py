@@ -28,7 +28,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.places.slurm.commands import run_slurm
-from clusterddp.places.slurm.control import END_TIME, JobNow, read_time_left_s, requeue_job, show_job
+from clusterddp.places.slurm.control import END_TIME, JobNow, read_time_left_s, show_job
 from clusterddp.places.slurm.state import find_job
 from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
 from clusterddp.run.attempts import (
@@ -340,7 +340,7 @@ def _try(carried: Carried, attempt: AttemptDir) -> str:
     if job is None:
         return _follow_up(carried, attempt, "Slurm no longer knows the job")
     try:
-        requeue_job(start.job_id, environ)
+        run_slurm(["scontrol", "requeue", start.job_id], environ=environ)
     except SlurmError as error:
         if error.transient or "pending" in error.message.lower():
             raise SlurmError(error.message, transient=True) from error

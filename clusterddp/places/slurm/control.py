@@ -49,14 +49,6 @@ def show_job(job_id: str, environ: Mapping[str, str]) -> JobNow | None:
     return read_job(text)
 
 
-def requeue_job(job_id: str, environ: Mapping[str, str]) -> None:
-    """Have Slurm end the job and start it again.
-
-    Raises: SlurmError: Slurm refuses (the job may not be requeued, or is queued already), or did not answer.
-    """
-    run_slurm(["scontrol", "requeue", job_id], environ=environ)
-
-
 def read_job(text: str) -> JobNow:
     """Read one line of `scontrol show job -o`.
 

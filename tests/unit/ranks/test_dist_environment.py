@@ -2,36 +2,29 @@
 
 from pathlib import Path
 
-from clusterddp.ranks.environment import (
-    RankPlace,
-    RankSettings,
-    Variable,
-    cookie,
-    exec_environment,
-    inherited_environment,
-    rank_variables,
-)
+from clusterddp.ranks.environment import Variable, cookie, exec_environment, inherited_environment
 from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Entry, Gang, Node
 
-PLACE = RankPlace(rank=11, local_rank=3, node_rank=1, world_size=16, local_world_size=8, num_nodes=2)
 
-
-def variables(**changes):
+def variables(*, gpus=("0", "1"), master_port=12345, restart=0, **changes):
+    """Return the variables of rank 11 of 16 on two nodes."""
+    nodes = (
+        Node(node_rank=0, host="node0", ranks=tuple(range(8))),
+        Node(node_rank=1, host="node1", ranks=tuple(range(8, 16)), gpus=gpus),
+    )
     options = {
         "run": "brisk-otter-3",
-        "attempt": 2,
         "restarts": 3,
         "master_addr": "10.0.0.7",
-        "master_port": 12345,
-        "threads": 4,
-        "gpus": ("0", "1"),
+        "threads_per_rank": 4,
         "interface": "eth1",
         "backend": "nccl",
-        "run_dir": "/runs/brisk-otter-3",
         "token": "abc",
-        "user": {},
+        "entry": Entry(kind="module", target="m", working_dir="/"),
     }
-    return rank_variables(RankSettings(place=PLACE, **(options | changes)))
+    gang = Gang(nodes=nodes, **(options | changes))
+    return gang.variables_of(11, run_dir="/runs/brisk-otter-3", attempt=2, master_port=master_port, restart=restart)
 
 
 def values(**changes):
@@ -77,7 +70,7 @@ def test_the_interface_is_exact_for_nccl_and_bare_for_gloo():
 def test_the_user_overrides_choices_but_not_the_ranks_place():
     user = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "ib0", "LOCAL_RANK": "0", "MASTER_PORT": "1", "MINE": "x"}
     user |= {"CLUSTERDDP_COOKIE": "none"}
-    found = variables(user=user)
+    found = variables(env=user)
     assert found["OMP_NUM_THREADS"] == Variable("1", "env in the spec")
     assert found["GLOO_SOCKET_IFNAME"].value == "ib0"
     assert found["MINE"] == Variable("x", "env in the spec")
