@@ -19,8 +19,6 @@ if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
     from clusterddp.spec.load import ResolvedSpec
 
-DEFAULT_RUNS_DIR = "runs"
-
 
 @dataclass(frozen=True, slots=True)
 class Run:
@@ -213,7 +211,6 @@ def submit(
 
 
 def _runs_dir(named: Path | str | None) -> Path:
-    from clusterddp.spec.layers import read_shared_files
+    from clusterddp.spec.layers import default_runs_dir
 
-    chosen = named or os.environ.get("CLUSTERDDP_RUNS")
-    return Path(chosen or read_shared_files(os.environ, Path.cwd()).runs_dir or DEFAULT_RUNS_DIR)
+    return Path(named) if named else default_runs_dir(os.environ)

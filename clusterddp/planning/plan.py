@@ -195,7 +195,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         spec_text=resolved_yaml(job),
         gang=gang,
         rank0={},
-        changes=tuple(map(dataclasses.asdict, resolved.changes())),
+        changes=resolved.changes(),
         notes=(
             *(*placement.notes, *program.notes, *overwritten, *secret_notes(resolved)),
             *((called,) if entry.is_call and job.container else ()),

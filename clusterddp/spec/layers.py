@@ -262,7 +262,6 @@ SITE_FILE = Path("/etc/clusterddp/site.yaml")
 SITE_VARIABLE = "CLUSTERDDP_SITE"
 RUNS_DIR = "runs_dir"
 RUNS_VARIABLE = "CLUSTERDDP_RUNS"
-_DEFAULT_RUNS = "runs"
 RUNS_DIR_DESCRIPTION = (
     "Directory of the runs, where --runs and CLUSTERDDP_RUNS name none: from this file, from / or from ~/; {user} is "
     "the name of the user. Commands take that of the working directory's project."
@@ -331,7 +330,7 @@ def default_runs_dir(environ: Map[str, str]) -> Path:
     if named := environ.get(RUNS_VARIABLE):
         return Path(named)
     try:
-        return read_shared_files(environ, Path.cwd()).runs_dir or Path(_DEFAULT_RUNS)
+        return read_shared_files(environ, Path.cwd()).runs_dir or Path("runs")
     except SpecError as error:
         raise SpecError(error.problems, "so the runs directory is not known: --runs DIR names it") from error
 

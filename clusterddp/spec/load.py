@@ -47,18 +47,6 @@ from clusterddp.spec.yamlfile import parse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
-    """A value that is no default."""
-
-    key: str
-    value: Any
-    default: Any
-    origin: str
-    file: str | None = None
-    """The site file or project file that the value is from."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class ResolvedSpec:
     """A spec with all overrides applied."""
 
@@ -71,19 +59,17 @@ class ResolvedSpec:
     shared: SharedFiles
     """The site file and the project file that were read."""
 
-    def changes(self) -> tuple[Change, ...]:
-        """List the values that are no defaults, in the order of the model."""
-        defaults = default_values()
-        return tuple(
-            Change(
-                key=key,
-                value=value,
-                default=defaults.get(key),
-                origin=(origin := self.origins.get(key, "")),
-                file=next((file.name for file in self.shared if origin.startswith(f"{file.name}:")), None),
-            )
-            for key, value in _changed_values(self.job).items()
-        )
+    def changes(self) -> tuple[dict[str, Any], ...]:
+        """List the values that are no defaults, in the order of the model.
+
+        Each has its key, value, default, origin, and the site file or project file that it is from.
+        """
+        defaults, found = default_values(), []
+        for key, value in _changed_values(self.job).items():
+            origin = self.origins.get(key, "")
+            file = next((file.name for file in self.shared if origin.startswith(f"{file.name}:")), None)
+            found.append({"key": key, "value": value, "default": defaults.get(key), "origin": origin, "file": file})
+        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -207,7 +207,7 @@ def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: st
         spec=filled,
         spec_text=resolved_yaml(job),
         gang=gang,
-        changes=tuple(map(dataclasses.asdict, resolved.changes())),
+        changes=resolved.changes(),
         slurm=slurm,
     )
     return move_plan(other, run_dir)

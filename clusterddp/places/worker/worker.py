@@ -214,8 +214,7 @@ class Worker:
         )
         plan = plan_run(dataclasses.replace(self.resolved, job=self.job), request)
         launcher = FOREIGN if self.seat.noun == "rank" else WORKER
-        changes = tuple(map(dataclasses.asdict, self.resolved.changes()))
-        return dataclasses.replace(plan, launcher=launcher, changes=changes)
+        return dataclasses.replace(plan, launcher=launcher, changes=self.resolved.changes())
 
     def _found(self, decided: Decided) -> RunDir | None:
         for name in (decided.run, f"{decided.run}.{decided.token[:8]}"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import importlib
 import logging
@@ -10,7 +9,7 @@ import shutil
 import socket
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -51,16 +50,18 @@ def download_once(
             read = getattr(import_torchvision().datasets, torchvision_name)
             log.info("downloading %s to %s", title, data_dir)
             staging = Path(tempfile.mkdtemp(prefix=f".{torchvision_name}-", dir=data_dir))
+            timeout = socket.getdefaulttimeout()
+            socket.setdefaulttimeout(_SOCKET_TIMEOUT_S)
             try:
-                with _socket_timeout(_SOCKET_TIMEOUT_S):
-                    for half in halves:
-                        read(str(staging), download=True, **half)
+                for half in halves:
+                    read(str(staging), download=True, **half)
                 for result in results:
                     (staging / result).rename(data_dir / result)
             except OSError:
                 if find(data_dir) is None:  # else another host was faster, on a file system shared without locks
                     raise
             finally:
+                socket.setdefaulttimeout(timeout)
                 shutil.rmtree(staging, ignore_errors=True)
             if (folder := find(data_dir)) is None:
                 raise RuntimeError(f"torchvision reported success, but {data_dir} lacks the files")
@@ -115,13 +116,3 @@ def import_torchvision() -> ModuleType:
             error,
         )
     return importlib.import_module("torchvision")
-
-
-@contextlib.contextmanager
-def _socket_timeout(seconds: float) -> Iterator[None]:
-    before = socket.getdefaulttimeout()
-    socket.setdefaulttimeout(seconds)
-    try:
-        yield
-    finally:
-        socket.setdefaulttimeout(before)

@@ -26,7 +26,7 @@ def imported(tmp_path: Path, text: str, **options: Any) -> Imported:
 def values(tmp_path: Path, text: str) -> dict[str, Any]:
     """Return the values of the spec that are no defaults."""
     resolved = load_spec(imported(tmp_path, text).text, environ={})
-    return {change.key: change.value for change in resolved.changes()}
+    return {change["key"]: change["value"] for change in resolved.changes()}
 
 
 def read(text: str) -> Findings:

@@ -72,8 +72,8 @@ def test_there_is_a_node_for_each_host_unless_the_spec_says_how_many() -> None:
 
 
 def test_the_plan_says_where_the_number_of_nodes_comes_from() -> None:
-    changes = {change.key: change for change in load_spec(SSH + "ssh: {hosts: [a, b]}\n", environ={}).changes()}
-    assert (changes["resources.nodes"].value, changes["resources.nodes"].origin) == (2, "the number of hosts")
+    changes = {change["key"]: change for change in load_spec(SSH + "ssh: {hosts: [a, b]}\n", environ={}).changes()}
+    assert (changes["resources.nodes"]["value"], changes["resources.nodes"]["origin"]) == (2, "the number of hosts")
 
 
 def test_hosts_without_gpus_of_their_own_have_those_of_the_spec() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from clusterddp.errors import SpecError
 from clusterddp.spec.layers import config_path
-from clusterddp.spec.load import Change, ResolvedSpec, load_spec
+from clusterddp.spec.load import ResolvedSpec, load_spec
 from clusterddp.spec.train import TrainSpec
 
 NO_ASSIGNMENT = "expected key=value, for example train.lr=0.2, or ~key for the default"
@@ -179,8 +179,8 @@ def test_origins_name_file_and_line(tmp_path: Path) -> None:
 def test_changes_list_values_beside_their_defaults() -> None:
     resolved = load("train.lr=0.2", "train.epochs=10")
     assert resolved.changes() == (
-        Change(key="name", value="x", default=None, origin="<text>:1"),
-        Change(key="train.lr", value=0.2, default=0.1, origin="command line"),
+        {"key": "name", "value": "x", "default": None, "origin": "<text>:1", "file": None},
+        {"key": "train.lr", "value": 0.2, "default": 0.1, "origin": "command line", "file": None},
     )
 
 

@@ -69,9 +69,9 @@ def test_a_profile_overrides_the_project_only_if_it_is_named(project: Path, spec
 
 def test_each_value_names_the_file_and_the_line_it_comes_from(project: Path, spec: Path) -> None:
     shared = write(project / "clusterddp.yaml", "env: {A: b}\nrestarts: 2\n")
-    changes = {change.key: change for change in load_spec(spec, environ={}).changes()}
-    assert (changes["restarts"].origin, changes["restarts"].file) == (f"{shared}:2", str(shared))
-    assert (changes["name"].origin, changes["name"].file) == (f"{spec}:1", None)
+    changes = {change["key"]: change for change in load_spec(spec, environ={}).changes()}
+    assert (changes["restarts"]["origin"], changes["restarts"]["file"]) == (f"{shared}:2", str(shared))
+    assert (changes["name"]["origin"], changes["name"]["file"]) == (f"{spec}:1", None)
 
 
 def test_the_file_is_looked_for_up_to_the_root_of_the_repository(project: Path, tmp_path: Path) -> None:

@@ -62,7 +62,9 @@ def test_a_variant_is_the_spec_with_its_values() -> None:
 
 
 def test_a_swept_value_comes_from_the_sweep_and_beats_the_spec() -> None:
-    changes = {change.key: (change.value, change.origin) for change in load(text=TEXT).variants[-1].resolved.changes()}
+    changes = {
+        change["key"]: (change["value"], change["origin"]) for change in load(text=TEXT).variants[-1].resolved.changes()
+    }
     assert changes["train.lr"] == (0.2, "sweep")
     assert changes["train.epochs"] == (3, "<text>:2")
 
