@@ -169,10 +169,10 @@ def try_twice(notify: Notify, about: Message, channel: str) -> str:
     send = {"command": run_command, "webhook": post, "mail": send_mail}[channel]
     deadline, error = time.monotonic() + SEND_S, ""
     for pause_s in (0.0, _PAUSE_S):
-        time.sleep(pause_s)
-        left_s = deadline - time.monotonic()
+        left_s = deadline - time.monotonic() - pause_s
         if left_s < _PAUSE_S:
             break
+        time.sleep(pause_s)
         try:
             send(notify, about, left_s)
             return ""
