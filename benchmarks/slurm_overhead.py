@@ -24,12 +24,12 @@ import os, time
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from clusterddp.train.models.resnet import resnet18
+from clusterddp.train.models.resnet import ResNet18
 torch.set_num_threads(1)
 dist.init_process_group("gloo", rank=int(os.environ.get("RANK", os.environ["SLURM_PROCID"])),
                         world_size=int(os.environ.get("WORLD_SIZE", os.environ["SLURM_NTASKS"])))
 torch.manual_seed(0)
-model = DistributedDataParallel(resnet18(num_classes=10))
+model = DistributedDataParallel(ResNet18(num_classes=10))
 loss = torch.nn.functional.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, dtype=torch.long))
 loss.backward()
 if dist.get_rank() == 0:

@@ -41,13 +41,13 @@ import os
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from resnet import resnet18
+from resnet import ResNet18
 marks["torch"] = time.time()
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 marks["group"] = time.time()
 torch.manual_seed(0)
-model = DistributedDataParallel(resnet18(num_classes=10))
+model = DistributedDataParallel(ResNet18(num_classes=10))
 loss = torch.nn.functional.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, dtype=torch.long))
 loss.backward()
 marks["step"] = time.time()

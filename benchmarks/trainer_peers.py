@@ -188,9 +188,9 @@ def net_of(arguments: argparse.Namespace) -> Any:
     import torch
 
     from clusterddp.train.models.conv3x3 import Conv3x3
-    from clusterddp.train.models.resnet import resnet18
+    from clusterddp.train.models.resnet import ResNet18
 
-    net = resnet18()
+    net = ResNet18()
     for layer in net.modules():
         if isinstance(layer, Conv3x3):
             layer.__class__ = torch.nn.Conv2d  # what a user of another loop has

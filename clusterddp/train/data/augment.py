@@ -92,7 +92,6 @@ def augment(
     *,
     mean: Sequence[float],
     std: Sequence[float],
-    dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
     size: int | None = None,
 ) -> Tensor:
@@ -102,7 +101,7 @@ def augment(
     """
     if transforms.rows is not None and transforms.columns is not None:
         images = _take_pixels(images, transforms.rows.of(indices), transforms.columns.of(indices))
-    images = normalize(images, mean=mean, std=std, dtype=dtype, channels_last=channels_last)
+    images = normalize(images, mean=mean, std=std, channels_last=channels_last)
     if transforms.blank_rows is not None and transforms.blank_columns is not None:
         rows, columns = transforms.blank_rows.of(indices), transforms.blank_columns.of(indices)
         images.masked_fill_(rows[:, None, :, None] & columns[:, None, None, :], 0)
@@ -114,14 +113,13 @@ def normalize(
     *,
     mean: Sequence[float],
     std: Sequence[float],
-    dtype: torch.dtype = torch.float32,
     channels_last: bool = False,
     size: int | None = None,
 ) -> Tensor:
     """Bring uint8 images [batch, channel, height, width] to mean 0 and deviation 1 per channel, then to `size`."""
     center, scale = _center_and_scale(tuple(mean), tuple(std), images.device)
     layout = torch.channels_last if channels_last else torch.contiguous_format
-    return _enlarge(images.to(torch.float32, memory_format=layout).sub_(center).mul_(scale).to(dtype), size)
+    return _enlarge(images.to(torch.float32, memory_format=layout).sub_(center).mul_(scale), size)
 
 
 def random_bits(indices: Tensor, *, seed: int, stream: int) -> Tensor:

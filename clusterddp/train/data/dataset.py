@@ -29,7 +29,6 @@ class Dataset:
     it; `warning` limits what such a figure means.
     """
 
-    name: str
     label: str
     train_images: Tensor
     train_labels: Tensor
@@ -149,7 +148,6 @@ def _dataset(
         if pixels >= side:
             raise ClusterddpError(f"train.{name} is {pixels}, expected less than {side}, the side of the images")
     return Dataset(
-        name=spec.dataset,
         label=label,
         train_images=train[0],
         train_labels=train[1],

@@ -11,7 +11,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.spec.train import fits_fastnet
 from clusterddp.train.data.augment import normalize
 from clusterddp.train.models.fastnet import FastNet
-from clusterddp.train.models.resnet import has_large_stem, resnet18
+from clusterddp.train.models.resnet import ResNet18, has_large_stem
 
 if TYPE_CHECKING:
     from clusterddp.spec.train import TrainSpec
@@ -31,7 +31,7 @@ def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
         torch.manual_seed(spec.seed)
         if spec.model == "resnet18":
             large = has_large_stem(dataset.image_size)
-            return resnet18(channels=channels, num_classes=dataset.num_classes, large_stem=large)
+            return ResNet18(channels=channels, num_classes=dataset.num_classes, large_stem=large)
         side = dataset.image_size
         if not fits_fastnet(side):
             raise ClusterddpError(

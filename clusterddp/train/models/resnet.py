@@ -12,26 +12,19 @@ from torch.nn import functional
 from clusterddp.train.models.conv3x3 import Conv3x3
 
 
-def resnet18(*, channels: int = 3, num_classes: int = 10, large_stem: bool = False) -> ResNet:
-    """Return a ResNet-18 with fresh weights from torch's global random state."""
-    return ResNet(channels=channels, num_classes=num_classes, blocks=(2, 2, 2, 2), large_stem=large_stem)
-
-
 def has_large_stem(side: int) -> bool:
     """Return whether images of `side` x `side` pixels are made a quarter as wide before the first block."""
     return side > 64
 
 
-class ResNet(nn.Module):
-    """The residual net of He et al. (2015) with basic blocks.
+class ResNet18(nn.Module):
+    """The residual net of He et al. (2015) with eight basic blocks; fresh weights from torch's global random state.
 
     The parameters' names are torchvision's, so that its tools and checkpoints of its `resnet18` apply (without
     `large_stem` the stem's shape differs).
     """
 
-    def __init__(
-        self, *, channels: int, num_classes: int, blocks: tuple[int, int, int, int], large_stem: bool = False
-    ) -> None:
+    def __init__(self, *, channels: int = 3, num_classes: int = 10, large_stem: bool = False) -> None:
         super().__init__()
         self.large_stem = large_stem
         if large_stem:
@@ -39,10 +32,10 @@ class ResNet(nn.Module):
         else:
             self.conv1 = Conv3x3(channels, 64)
         self.bn1 = nn.BatchNorm2d(64)
-        self.layer1 = _layer(64, 64, blocks[0], stride=1)
-        self.layer2 = _layer(64, 128, blocks[1], stride=2)
-        self.layer3 = _layer(128, 256, blocks[2], stride=2)
-        self.layer4 = _layer(256, 512, blocks[3], stride=2)
+        self.layer1 = _layer(64, 64, stride=1)
+        self.layer2 = _layer(64, 128, stride=2)
+        self.layer3 = _layer(128, 256, stride=2)
+        self.layer4 = _layer(256, 512, stride=2)
         self.fc = nn.Linear(512, num_classes)
         _reset_weights(self)
 
@@ -80,9 +73,8 @@ class BasicBlock(nn.Module):
         return functional.relu(self.bn2(self.conv2(y)).add_(shortcut), inplace=True)
 
 
-def _layer(channels_in: int, channels_out: int, blocks: int, *, stride: int) -> nn.Sequential:
-    first = BasicBlock(channels_in, channels_out, stride)
-    return nn.Sequential(first, *(BasicBlock(channels_out, channels_out, 1) for _ in range(blocks - 1)))
+def _layer(channels_in: int, channels_out: int, *, stride: int) -> nn.Sequential:
+    return nn.Sequential(BasicBlock(channels_in, channels_out, stride), BasicBlock(channels_out, channels_out, 1))
 
 
 def _reset_weights(model: nn.Module) -> None:

@@ -18,7 +18,7 @@ from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.models import _some_images, build_model
 from clusterddp.train.models.conv3x3 import Conv3x3, SmallMaps
 from clusterddp.train.models.fastnet import BiasBatchNorm, FastNet
-from clusterddp.train.models.resnet import resnet18
+from clusterddp.train.models.resnet import ResNet18
 
 CPU = torch.device("cpu")
 
@@ -39,7 +39,6 @@ def shapes(samples: int) -> Dataset:
 def grey(dataset: Dataset) -> Dataset:
     """The same set as Fashion-MNIST has it: one channel."""
     return Dataset(
-        name="grey",
         label="grey",
         train_images=dataset.train_images[:, :1],
         train_labels=dataset.train_labels,
@@ -57,12 +56,12 @@ def parameter_count(model: nn.Module) -> int:
 
 
 def test_resnet18_has_11173962_parameters() -> None:
-    assert parameter_count(resnet18(channels=3, num_classes=10)) == 11_173_962
+    assert parameter_count(ResNet18(channels=3, num_classes=10)) == 11_173_962
 
 
 def test_resnet18_for_large_images_is_torchvisions() -> None:
     theirs = import_torchvision().models.resnet18().eval()
-    ours = resnet18(num_classes=1000, large_stem=True).eval()
+    ours = ResNet18(num_classes=1000, large_stem=True).eval()
     ours.load_state_dict(theirs.state_dict())
     assert parameter_count(ours) == 11_689_512
     images = torch.randn(2, 3, 96, 96)
@@ -80,7 +79,7 @@ def test_the_first_layers_of_resnet18_follow_from_the_size_of_the_images() -> No
 
 def test_resnet18_has_torchvisions_names_and_shapes_but_for_stem_and_head() -> None:
     torchvision = import_torchvision()
-    ours = {name: tuple(value.shape) for name, value in resnet18().state_dict().items()}
+    ours = {name: tuple(value.shape) for name, value in ResNet18().state_dict().items()}
     theirs = {name: tuple(value.shape) for name, value in torchvision.models.resnet18().state_dict().items()}
     changed = {name for name in ours if ours[name] != theirs.get(name)}
     assert ours.keys() == theirs.keys()
@@ -89,7 +88,7 @@ def test_resnet18_has_torchvisions_names_and_shapes_but_for_stem_and_head() -> N
 
 def test_resnet18_starts_with_he_normal_convolutions_and_plain_batch_norm() -> None:
     torch.manual_seed(0)
-    model = resnet18()
+    model = ResNet18()
     weight = model.layer4[0].conv1.weight
     expected = (2 / (512 * 9)) ** 0.5
     assert abs(float(weight.detach().std()) / expected - 1) < 0.01
@@ -101,7 +100,7 @@ def test_resnet18_starts_with_he_normal_convolutions_and_plain_batch_norm() -> N
 
 
 def test_resnet18_keeps_the_resolution_through_its_stem() -> None:
-    model = resnet18().eval()
+    model = ResNet18().eval()
     sizes: list[tuple[int, ...]] = []
     model.layer1.register_forward_hook(lambda _module, _inputs, output: sizes.append(tuple(output.shape)))
     model.layer4.register_forward_hook(lambda _module, _inputs, output: sizes.append(tuple(output.shape)))
