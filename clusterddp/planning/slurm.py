@@ -116,11 +116,15 @@ def memory_text(gigabytes: float) -> str:
 
 def _required(job: JobSpec) -> Options:
     resources = job.resources
+    once = job.entry is not None and job.entry.owns_ranks
+    tasks_per_node = 1 if once else resources.ranks_per_node
+    # A program that starts ranks itself needs the cores of all of them.
+    cores_per_task = (resources.cpus_per_task or 1) * (resources.ranks_per_node // tasks_per_node)
     options: Options = {
         "nodes": str(resources.nodes),
-        "ntasks": str(resources.nodes * _tasks_per_node(job)),
-        "ntasks_per_node": str(_tasks_per_node(job)),
-        "cpus_per_task": str(_cores_per_task(job)),
+        "ntasks": str(resources.nodes * tasks_per_node),
+        "ntasks_per_node": str(tasks_per_node),
+        "cpus_per_task": str(cores_per_task),
     }
     if job.notify and job.notify.mail:
         options |= {"mail_user": job.notify.mail, "mail_type": job.notify.mail_types}
@@ -171,7 +175,9 @@ def _exported(environ: Mapping[str, str], options: Mapping[str, str | bool]) -> 
         elif _is_taken(name, options):
             notes.append(f"{variable} in your environment is overridden by the spec")
         else:
-            honoured[name] = _switch_value(environ[variable]) if name in _SWITCHES else environ[variable]
+            text = environ[variable]
+            is_switched = name in _SWITCHES and text.lower() not in {"user", "mcs", "topo", "off"}
+            honoured[name] = True if is_switched else text
             notes.append(f"{_argument(name, honoured[name])} comes from {variable} in your environment")
     return honoured, tuple(notes)
 
@@ -181,26 +187,11 @@ def _is_taken(name: str, options: Iterable[str]) -> bool:
     return name in options or any(name in group and not group.isdisjoint(options) for group in groups)
 
 
-def _switch_value(text: str) -> str | bool:
-    return text if text.lower() in {"user", "mcs", "topo", "off"} else True
-
-
 def _argument(name: str, value: str | bool) -> str:
     option = f"--{name.replace('_', '-')}"
     if value is True:
         return "--kill-on-invalid-dep=yes" if name == "kill_on_invalid_dep" else option
     return f"{option}={value}"
-
-
-def _tasks_per_node(job: JobSpec) -> int:
-    """Return how many processes clusterddp or Slurm starts on each node."""
-    once = job.entry is not None and job.entry.owns_ranks
-    return 1 if once else job.resources.ranks_per_node
-
-
-def _cores_per_task(job: JobSpec) -> int:
-    """Return how many cores each started process needs: a program that starts ranks needs those of all."""
-    return (job.resources.cpus_per_task or 1) * (job.resources.ranks_per_node // _tasks_per_node(job))
 
 
 IMPORT_PATH = "/opt/clusterddp"
@@ -288,21 +279,6 @@ class SlurmPlan:
 
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-
-
-def plan_slurm(
-    options: JobOptions, *, container: dict[str, Any] | None, mounts: tuple[str, ...], environ: Mapping[str, str]
-) -> SlurmPlan:
-    """Plan the job of one run; `place_slurm` adds what depends on the run's directory."""
-    return SlurmPlan(
-        sbatch_options=options.sbatch,
-        srun_options=options.srun,
-        container=container,
-        mounts=mounts,
-        variables=tuple(sorted(travelling_variables(environ))),
-        script=read_template(SCRIPT),
-        arguments=(sys.executable, "", *_start_paths(environ)),
-    )
 
 
 def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int) -> SlurmPlan:
@@ -466,11 +442,15 @@ def place(job: JobSpec, request: Request) -> Placement:
         check_shared(request.working_dir, "what ranks work in", "submit from a directory that all nodes share")
     data = data_notes(filled_in(job)["train"])
     notes = (*placement.notes, *options.notes, *waiting, *shared, *storage_notes(), *data)
-    slurm = plan_slurm(
-        options,
-        container=job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None,
+    container = job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None
+    slurm = SlurmPlan(  # place_slurm adds what depends on the run's directory
+        sbatch_options=options.sbatch,
+        srun_options=options.srun,
+        container=container,
         mounts=directories_used(filled_in(job), request.working_dir),
-        environ=request.environ,
+        variables=tuple(sorted(travelling_variables(request.environ))),
+        script=read_template(SCRIPT),
+        arguments=(sys.executable, "", *_start_paths(request.environ)),
     )
     return dataclasses.replace(placement, notes=notes, slurm=slurm)
 

@@ -16,7 +16,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -77,8 +76,9 @@ def run_attempts(run_dir: str, attempt: int, visible_gpus: str | None) -> str:
     run = RunDir(Path(run_dir))
     gang = read_gang(run)
     _stop_on_signal(run)
-    leases = _take_leases(run, gang)
-    if leases is None:
+    gpus = [gpu for node in gang.nodes for gpu in node.gpus]
+    lease = take_leases(gpus, run.name, list_gpus(inherited_environment()) if gpus else ())
+    if lease is None:
         _answer(GPUS_TAKEN)
         return ""
     keeper = dataclasses.asdict(ProcessIdentity.of(controller))
@@ -90,7 +90,7 @@ def run_attempts(run_dir: str, attempt: int, visible_gpus: str | None) -> str:
     elif run.cancel_file.exists():
         end_run(run, cancelled("cancelled before it was started"))
     else:
-        _carry(run, gang, attempt, leases)
+        _carry(run, gang, attempt, lease)
     end = final_end(run)
     if end is None or end.outcome == "FAILED":
         raise RunFailedError(f"{run.name}: {end.reason if end else 'no end is recorded'}")
@@ -106,18 +106,6 @@ def _die_with(controller: int) -> None:
         sys.exit(f"submitit's controller (pid {controller}) has ended before the run began")
 
 
-def _take_leases(run: RunDir, gang: Gang) -> dict[int, Lease] | None:
-    """Lease the GPUs of all nodes: node rank -> lease; None: another run has one of them."""
-    listed = list_gpus(inherited_environment()) if any(node.gpus for node in gang.nodes) else ()
-    leases: dict[int, Lease] = {}
-    for node in gang.nodes:
-        lease = take_leases(node.gpus, run.name, listed)
-        if lease is None:
-            return None
-        leases[node.node_rank] = lease
-    return leases
-
-
 def _answer(answer: bytes) -> None:
     """Answer the submitting process, which may have been killed meanwhile."""
     with contextlib.suppress(OSError), socket.socket(fileno=os.dup(0)) as submitter:
@@ -126,13 +114,13 @@ def _answer(answer: bytes) -> None:
         os.dup2(nothing.fileno(), 0)
 
 
-def _carry(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -> None:
+def _carry(run: RunDir, gang: Gang, attempt: int, lease: Lease) -> None:
     set_storage_timeout(gang.host_silence_s)
     supervisors: list[_Supervisor] = []
     ended: list[_Supervisor] = []
     error_text = None
     try:
-        error_text = _start_supervisors(run, gang, attempt, leases, supervisors)
+        error_text = _start_supervisors(run, gang, attempt, lease, supervisors)
         if error_text is None:
             _wait_for(supervisors, ended)
     except Exception as error:
@@ -143,7 +131,9 @@ def _carry(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -
             if supervisor not in ended:
                 supervisor.process.kill()
         _wait_for(supervisors, ended)
-        retry_outage(lambda: _wait_for_end(run))
+        deadline = time.monotonic() + _END_TIMEOUT_S
+        while retry_outage(lambda: final_end(run)) is None and time.monotonic() < deadline:
+            time.sleep(0.1)
         # The guards have done this, unless they were killed too.
         for node in gang.nodes:
             end_processes(*rank_cookies(gang.token, node.node_rank), timeout_s=3.0)
@@ -153,7 +143,7 @@ def _carry(run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease]) -
 
 
 def _start_supervisors(
-    run: RunDir, gang: Gang, attempt: int, leases: Mapping[int, Lease], supervisors: list[_Supervisor]
+    run: RunDir, gang: Gang, attempt: int, lease: Lease, supervisors: list[_Supervisor]
 ) -> str | None:
     """Start the head, read its address, start the others; return an error message, or None."""
     link: Link | None = None
@@ -166,7 +156,7 @@ def _start_supervisors(
             attempt=attempt,
             link=link,
             parent_bound=True,
-            hold=leases[node.node_rank].descriptors,
+            hold=lease.descriptors,
         )
         try:
             process = start_supervisor(order, environment, answers=order.is_head)
@@ -194,12 +184,6 @@ def _wait_for(supervisors: list[_Supervisor], ended: list[_Supervisor]) -> None:
                 send(supervisors[0].process, {"ended": each.node.node_rank, "exit_code": each.process.returncode})
         ended += exited
         time.sleep(0.05)
-
-
-def _wait_for_end(run: RunDir) -> None:
-    deadline = time.monotonic() + _END_TIMEOUT_S
-    while final_end(run) is None and time.monotonic() < deadline:
-        time.sleep(0.1)
 
 
 def _explain(run: RunDir, ended: list[_Supervisor], error_text: str | None) -> AttemptEnd:

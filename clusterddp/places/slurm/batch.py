@@ -28,7 +28,7 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.places.slurm.commands import run_slurm
-from clusterddp.places.slurm.control import END_TIME, JobNow, read_time_left_s, show_job
+from clusterddp.places.slurm.control import END_TIME, read_time_left_s, show_job
 from clusterddp.places.slurm.state import find_job
 from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
 from clusterddp.run.attempts import (
@@ -240,8 +240,11 @@ def _settled_end(run: RunDir) -> AttemptEnd | None:
 def _explain(carried: Carried, srun_end: str | None, srun_log: str, signals: Signals) -> AttemptEnd:
     """Explain the end of an attempt whose supervisors and guards recorded none."""
     run, start = carried.run, carried.start
-    job = _ask(carried)
-    if job is not None and job.restarts == start.restart_count and signals.ended and _was_cancelled(job):
+    job = None
+    with contextlib.suppress(SlurmError):
+        job = show_job(start.job_id, carried.environment)
+    is_ended = signals.ended and job is not None and job.ends and job.restarts == start.restart_count
+    if is_ended and job is not None and not job.preempted and job.reason != "TimeLimit":
         return cancelled("the job was cancelled (scancel)")
     lost = _NODE_FAILURE.search(srun_log)
     last_line = srun_log.rstrip().rpartition("\n")[2].strip()
@@ -254,17 +257,6 @@ def _explain(carried: Carried, srun_end: str | None, srun_log: str, signals: Sig
     number = run.newest_attempt().number + 1
     will_restart = bool(signals.ended or lost) and carried.may_begin(number)
     return failed(reason, host=lost[1] if lost else start.host, log="launcher/tasks.log", goes_on=will_restart)
-
-
-def _ask(carried: Carried) -> JobNow | None:
-    try:
-        return show_job(carried.start.job_id, carried.environment)
-    except SlurmError:
-        return None
-
-
-def _was_cancelled(job: JobNow) -> bool:
-    return job.ends and not job.preempted and job.reason != "TimeLimit"
 
 
 def _conclude(carried: Carried, attempt: AttemptDir) -> int:
@@ -357,22 +349,16 @@ def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
     from clusterddp.places.slurm.launcher import submit_attempt
 
     run, number = carried.run, attempt.number + 1
-    job_id = _find_follow_up(carried, number)
-    if job_id is None:
+    record = read_run(run)
+    tag = job_tag(record.token, number)
+    job = find_job(run, record, carried.environment) if record.job_tag == tag else None
+    if job is None:
         job_id = submit_attempt(run, number, carried.environment, keep_variables=True).job_id
+    else:
+        job_id = job.job_id
+        write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=record.cluster))
     log_event(run, "follow_up", attempt=number, job_id=job_id, why=why)
     return f"follow-up job {job_id} ({why})"
-
-
-def _find_follow_up(carried: Carried, number: int) -> str | None:
-    record = read_run(carried.run)
-    if record.job_tag != job_tag(record.token, number):
-        return None
-    job = find_job(carried.run, record, carried.environment)
-    if job is None:
-        return None
-    write_job_answer(carried.run, record.job_tag, JobAnswer(job_id=job.job_id, cluster=record.cluster))
-    return job.job_id
 
 
 def _give_up(run: RunDir, error: Exception) -> str:
@@ -497,23 +483,30 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
     may be cut off from the network and still run, so the number of its attempt is not used again.
     Raises: ClusterddpError, OSError: the run directory cannot be written.
     """
-    run = carried.run
+    run, start, job_attempt = carried.run, carried.start, carried.record.job_attempt
     for _ in range(_MAX_ROUNDS):
-        last = _last_attempt(carried)
+        attempts = retry_outage(run.attempts)
+        # A follow-up job makes the attempt that it was submitted for.
+        last = attempts[-1] if attempts else make_attempt(run, job_attempt)
         end = find_end(last, carried.record.token)
         if end is not None and not end.will_restart:
             return None
         if is_file(run.cancel_file):
             end_run(run, cancelled("cancelled before it was started"))
         elif end is None:
-            if last.number == carried.record.job_attempt and _write_claim(last, carried.start):
+            if last.number == job_attempt and _write_claim(last, start):
                 return last
             _close_stale(carried, last)
         elif not carried.may_begin(last.number + 1):
-            _refuse(carried, end)
+            reason = f"{_used_up(carried.restarts)}; its last attempt: {end.reason}"
+            end_run(run, AttemptEnd(outcome="FAILED", reason=reason, root_cause=end.root_cause))
         else:
-            attempt = _claim_next(run, last.number + 1, carried.start)
-            if attempt is not None:
+            try:
+                attempt = make_attempt(run, last.number + 1)
+            except FileExistsError:  # another start of the job was faster
+                time.sleep(0.1)
+                continue
+            if _write_claim(attempt, start) and read_end(attempt) is None:
                 return attempt
     raise ClusterddpError(f"{run.path}: other starts of the job claimed the attempt {_MAX_ROUNDS} times")
 
@@ -521,22 +514,6 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
 def is_superseded(run: RunDir, attempt: AttemptDir) -> bool:
     """Say whether another start of the job has claimed a later attempt."""
     return later_claimed(run, attempt.number) is not None
-
-
-def _last_attempt(carried: Carried) -> AttemptDir:
-    """Return the last attempt; a follow-up job makes the attempt that it was submitted for."""
-    attempts = retry_outage(carried.run.attempts)
-    return attempts[-1] if attempts else make_attempt(carried.run, carried.record.job_attempt)
-
-
-def _claim_next(run: RunDir, number: int, start: JobStart) -> AttemptDir | None:
-    """Make the attempt and claim it; None when another start of the job was faster."""
-    try:
-        attempt = make_attempt(run, number)
-    except FileExistsError:
-        time.sleep(0.1)
-        return None
-    return attempt if _write_claim(attempt, start) and read_end(attempt) is None else None
 
 
 def _write_claim(attempt: AttemptDir, start: JobStart) -> bool:
@@ -567,12 +544,6 @@ def _claim_for(run: RunDir, attempt: AttemptDir) -> dict[str, Any]:
         if claim is not None:
             return dict(claim)
     return {}
-
-
-def _refuse(carried: Carried, last: AttemptEnd) -> None:
-    """End a run that Slurm has started although its restarts are used up."""
-    reason = f"{_used_up(carried.restarts)}; its last attempt: {last.reason}"
-    end_run(carried.run, AttemptEnd(outcome="FAILED", reason=reason, root_cause=last.root_cause))
 
 
 def _used_up(restarts: int) -> str:

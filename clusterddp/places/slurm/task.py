@@ -19,7 +19,6 @@ import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -199,29 +198,22 @@ class Task:
         return message | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
 
     def _start_supervisor(self, gang: dict[str, Any]) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        listener.bind(self._name)
-        listener.listen(1024)
-        # Blocked until it handles them: at its start a signal would end it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            process = self._start(gang, listener)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
-        self._forward = process.send_signal
-        listener.close()
-
-    def _start(self, gang: dict[str, Any], listener: socket.socket) -> subprocess.Popen[bytes]:
         # Only here, because the other tasks of the node import next to nothing.
         from clusterddp.run.gang import Gang
         from clusterddp.run.supervisors import JobOrder, SupervisorOrder, start_supervisor
 
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self._name)
+        listener.listen(1024)
         place = self._place
         record = _read_json(self._run_dir / "run.json")
+        nodes = [
+            {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
+            for node_rank, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
+        ]
         order = SupervisorOrder(
             run_dir=self._run_dir,
-            gang=Gang.from_json(gang | {"nodes": self._nodes_of_step(gang)}),
+            gang=Gang.from_json(gang | {"nodes": nodes}),
             node_rank=place.node_rank,
             attempt=self._attempt,
             link=None,
@@ -235,14 +227,15 @@ class Task:
                 heads=tuple(filter(None, (place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR")))),
             ),
         )
-        return start_supervisor(order, inherited_environment(), answers=False, module=SUPERVISOR)
-
-    def _nodes_of_step(self, gang: dict[str, Any]) -> list[dict[str, Any]]:
-        place = self._place
-        return [
-            {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
-            for node_rank, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
-        ]
+        # Blocked until it handles them: at its start a signal would end it.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+        try:
+            process = start_supervisor(order, inherited_environment(), answers=False, module=SUPERVISOR)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
+        self._forward = process.send_signal
+        listener.close()
 
     def _reach_supervisor(self, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
