@@ -24,8 +24,8 @@ from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
 from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.launcher import ask_hosts, needs_of
 from clusterddp.places.ssh.network import GangNetwork, examine_network
-from clusterddp.places.ssh.session import Reply, Session
-from clusterddp.places.ssh.sessions import HostSessions, ask_all, errors_of, open_host_sessions
+from clusterddp.places.ssh.session import Session
+from clusterddp.places.ssh.sessions import HostSessions, ask_all, errors_of, good_of, open_host_sessions
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.gang import Node
@@ -80,7 +80,7 @@ def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> 
     needs = needs_of(plan)
     clocks = _read_clocks(sessions.by_host)
     runs = _find_runs(sessions.by_host)
-    machines = {host: machine for host, machine in facts.items() if isinstance(machine, Machine)}
+    machines = good_of(facts)
 
     def judge_locked(host: str) -> Result:
         return judge_locked_memory(machines[host], _RAISE_LOCKED, nccl=needs[host].nccl and len(needs) > 1)
@@ -109,14 +109,13 @@ def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
             clocks.append(Clock(offset_s=there - (started + passed / 2), round_trip_s=passed))
         return min(clocks, key=lambda clock: clock.round_trip_s)
 
-    results = call_each(ask, sessions)
-    return {host: result for host, result in results.items() if isinstance(result, Clock)}
+    return good_of(call_each(ask, sessions))
 
 
 def _find_runs(sessions: Mapping[str, Session]) -> dict[str, list[RunHere]]:
     """Find this user's runs on hosts; those that do not answer are left out."""
-    replies = ask_all(sessions, "host.list", {"tokens": None})
-    return {host: reply.facts["runs"] for host, reply in replies.items() if isinstance(reply, Reply)}
+    replies = good_of(ask_all(sessions, "host.list", {"tokens": None}))
+    return {host: reply.facts["runs"] for host, reply in replies.items()}
 
 
 def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:

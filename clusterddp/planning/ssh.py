@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -105,19 +104,6 @@ def constant_command() -> str:
     return f"exec /bin/sh -c '{text}'"
 
 
-def plan_ssh(job: JobSpec, shares: Sequence[Share]) -> SshPlan:
-    """Plan the hosts and uploads; local paths of the spec are absolute already.
-
-    Raises: UsageError: a file of `ssh.send` does not exist.
-    """
-    return SshPlan(
-        hosts=tuple(_node(node_rank, share, job.ssh) for node_rank, share in enumerate(shares)),
-        root=job.ssh.dir,
-        send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
-        fetch=tuple(job.ssh.fetch),
-    )
-
-
 def place_ssh(plan: SshPlan, home: str | None) -> SshPlan:
     """Return the plan with its paths on a host whose home directory is `home`."""
     if home is None:
@@ -143,44 +129,48 @@ def directory_name(run: str, token: str) -> str:
 
 
 def place(job: JobSpec, request: Request) -> Placement:
-    """Distribute the ranks over the hosts of the spec.
+    """Distribute the ranks over the hosts of the spec; its local paths are absolute already.
 
-    Raises: PreflightError: see `plan_ssh_placement`. UsageError: see `plan_ssh`.
+    Raises: PreflightError: see `place_nodes`. UsageError: a file of `ssh.send` does not exist.
     """
-    from clusterddp.spec.hosts import share_out, unused_hosts
+    from clusterddp.spec.hosts import share_out
 
-    shares = share_out(job)
-    placement = plan_ssh_placement(job, shares, unused_hosts(job))
-    ssh = dataclasses.replace(plan_ssh(job, shares), attached=request.attached)
-    return dataclasses.replace(placement, ssh=ssh)
+    ssh = SshPlan(
+        hosts=tuple(_node(node_rank, share, job.ssh) for node_rank, share in enumerate(share_out(job))),
+        root=job.ssh.dir,
+        send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
+        fetch=tuple(job.ssh.fetch),
+        attached=request.attached,
+    )
+    return dataclasses.replace(place_nodes(job), ssh=ssh)
 
 
-def plan_ssh_placement(job: JobSpec, shares: Sequence[Share], unused: Sequence[str] = ()) -> Placement:
+def place_nodes(job: JobSpec) -> Placement:
     """Place the nodes on hosts; the start leases their GPUs and chooses their interfaces.
-
-    `unused`: further hosts of the spec.
 
     Raises: PreflightError: the spec asks for nccl and for no GPUs.
     """
-    firsts = itertools.accumulate((share.ranks for share in shares), initial=0)
-    nodes = tuple(
-        Node(node_rank=node_rank, host=share.host.host, ranks=tuple(range(first, first + share.ranks)))
-        for node_rank, (share, first) in enumerate(zip(shares, firsts, strict=False))
-    )
+    from clusterddp.spec.hosts import share_out, unused_hosts
+
+    nodes, first = [], 0
+    shares = share_out(job)
+    for node_rank, share in enumerate(shares):
+        ranks = tuple(range(first, first + share.ranks))
+        nodes.append(Node(node_rank=node_rank, host=share.host.host, ranks=ranks))
+        first += share.ranks
     gpus = any(share.gpus for share in shares)
     if job.network.backend == "nccl" and not gpus:
         raise PreflightError(
             f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
             hint="resources.gpus_per_node or a host's gpus asks for them; network.backend=auto takes gloo on the CPU",
         )
-    return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(_ssh_notes(job, unused, gpus=gpus)))
+    return Placement.elsewhere(job, tuple(nodes), gpus=gpus, notes=tuple(_ssh_notes(job, unused_hosts(job), gpus=gpus)))
 
 
 def _node(node_rank: int, share: Share, of_all: SshPython) -> SshNode:
     """Plan one host; if it names a Python or an environment, that replaces the one for all hosts."""
     host = share.host
-    own = host.python or host.venv or host.conda
-    chosen = host if own else of_all
+    chosen = host if host.python or host.venv or host.conda else of_all
     return SshNode(
         host=host.host,
         node_rank=node_rank,

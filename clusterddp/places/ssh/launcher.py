@@ -22,7 +22,7 @@ from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.network import settle_network
 from clusterddp.places.ssh.reports import ask_reports
 from clusterddp.places.ssh.session import Reply, Session, ssh_argv
-from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, ask_all, open_host_sessions, raise_for
+from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, all_or_raise, ask_all, open_host_sessions
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.ssh.upload import UPLOAD_TIMEOUT_S, Progress, Watch, upload_run
 from clusterddp.planning.placement import GpusInUseError
@@ -322,9 +322,8 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
 
     head = supervise(orders[0])
     others = {order.node_rank: dataclasses.replace(order, link=head["link"]) for order in orders[1:]}
-    started = call_each(lambda node_rank: supervise(others[node_rank]), others)
     try:
-        raise_for([each for each in started.values() if isinstance(each, SshError)])
+        all_or_raise(call_each(lambda node_rank: supervise(others[node_rank]), others))
     except PreflightError as error:
         raise _explain_failed_start(error, sessions, attempt) from error
     job_id = f"{head['pid']}@{plan.gang.nodes[0].host}"

@@ -12,14 +12,15 @@ from clusterddp.errors import NetworkError, NonsenseError, PreflightError, SshEr
 from clusterddp.network.choice import Findings, choose_network, plan_probes, usable_addresses
 from clusterddp.network.explanation import diagnose, explain_choice, warn_of_choice, warn_of_missing_interfaces
 from clusterddp.network.interface import loopback
-from clusterddp.places.ssh.session import Reply, Session
-from clusterddp.places.ssh.sessions import ask_all, raise_for
+from clusterddp.places.ssh.session import Session
+from clusterddp.places.ssh.sessions import all_or_raise, ask_all
 from clusterddp.run.gang import Gang
 
 PROBE_S = 2.0
 """How long a host tries to reach others: enough to resend one lost packet."""
 PROBE_AGAIN_S = 4.0
 """How long a second probe takes before the run is refused: hosts may be very busy."""
+_SILENT = "do not report their network"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +106,7 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
         return {"nonce": nonce, "name": host, **head}
 
     try:
-        listening = _all_or_raise(ask_all(by_host, "host.listen", listen))
+        listening = all_or_raise(ask_all(by_host, "host.listen", listen), _SILENT)
         networks = {host: reply.facts["network"] for host, reply in listening.items()}
         for host, network in networks.items():
             if network is None:
@@ -125,7 +126,7 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
             source = hosts.index(host)
             return {"nonce": nonce, "source": source, "targets": targets, "names": names, "within_s": within_s}
 
-        tried = _all_or_raise(ask_all(by_host, "host.probe", probe))
+        tried = all_or_raise(ask_all(by_host, "host.probe", probe), _SILENT)
     finally:
         with contextlib.suppress(SshError):
             ask_all(by_host, "host.listen", {"nonce": None, "name": ""})
@@ -136,8 +137,3 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
     ]
     slow = [(place, address) for place, host in enumerate(hosts) for address in tried[host].facts["slow_names"]]
     return Findings(hosts=findings.hosts, probes=tuple(probes), slow_names=tuple(slow))
-
-
-def _all_or_raise(results: Mapping[str, Reply | SshError]) -> dict[str, Reply]:
-    raise_for([each for each in results.values() if isinstance(each, SshError)], "do not report their network")
-    return {host: result for host, result in results.items() if isinstance(result, Reply)}

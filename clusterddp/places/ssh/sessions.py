@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.places.ssh.connections import EACH_S, Connector, call_each, fulfil
@@ -32,6 +32,8 @@ _CLOSE_TIMEOUT_S = 1.0
 """How long a thread may take to finish the file that it writes."""
 Facts = Mapping[str, Any] | Callable[[str], Mapping[str, Any]] | None
 """What goes with a request; it may depend on the host."""
+_Item = TypeVar("_Item")
+_Result = TypeVar("_Result")
 Work = Callable[[Session], Any]
 Open = Callable[[SshNode], Session]
 
@@ -93,15 +95,13 @@ class HostSessions:
         Raises: SshError, PreflightError: a host refuses or does not answer.
         """
         asked = {host: self.by_host[host] for host in (self.by_host if hosts is None else hosts)}
-        replies = ask_all(asked, do, facts, timeout_s=timeout_s, body=body)
-        raise_for(errors_of(replies).values())
-        return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
+        return all_or_raise(ask_all(asked, do, facts, timeout_s=timeout_s, body=body))
 
     def ask_willing(self, do: str, facts: Facts = None, *, timeout_s: float = 30.0) -> dict[str, Reply]:
         """Ask every host; return the replies and put the errors into `failed`."""
         replies = ask_all(self.by_host, do, facts, timeout_s=timeout_s)
         self.failed |= errors_of(replies)
-        return {host: reply for host, reply in replies.items() if isinstance(reply, Reply)}
+        return good_of(replies)
 
     def close(self) -> None:
         for session in self.by_host.values():
@@ -161,16 +161,28 @@ def open_host_sessions(
     """
     assert plan.ssh is not None
     results = open_sessions(plan.ssh.hosts, environ=environ)
-    by_host = {host: result for host, result in results.items() if isinstance(result, Session)}
-    sessions = HostSessions(plan=plan, by_host=by_host, failed=errors_of(results))
-    if sessions.failed and (needed == "all" or (needed == "one" and not by_host)):
+    sessions = HostSessions(plan=plan, by_host=good_of(results), failed=errors_of(results))
+    if sessions.failed and (needed == "all" or (needed == "one" and not sessions.by_host)):
         sessions.close()
         raise_for(sessions.failed.values())
     return sessions
 
 
-def errors_of(results: Mapping[str, object]) -> dict[str, SshError]:
-    return {host: result for host, result in results.items() if isinstance(result, SshError)}
+def good_of(results: Mapping[_Item, _Result | SshError]) -> dict[_Item, _Result]:
+    return {item: result for item, result in results.items() if not isinstance(result, SshError)}
+
+
+def errors_of(results: Mapping[_Item, object]) -> dict[_Item, SshError]:
+    return {item: result for item, result in results.items() if isinstance(result, SshError)}
+
+
+def all_or_raise(results: Mapping[_Item, _Result | SshError], problem: str = "cannot be used") -> dict[_Item, _Result]:
+    """Return the results of all hosts.
+
+    Raises: SshError, PreflightError: a host failed; `problem`: what those that failed have in common, as a predicate.
+    """
+    raise_for(errors_of(results).values(), problem)
+    return good_of(results)
 
 
 @dataclass(kw_only=True)

@@ -42,7 +42,7 @@ from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.processes import process_environment, python_path, rank_command
 from clusterddp.planning.program import with_absolute_paths
-from clusterddp.planning.ssh import plan_ssh_placement
+from clusterddp.planning.ssh import place_nodes
 from clusterddp.ranks.environment import ALONE, COOKIE, GPU, NCCL_VARIABLES, USERS, Variable, cookie
 from clusterddp.ranks.launched import Launched
 from clusterddp.run.attempts import adopt, make_attempt, parse_end, write_end
@@ -388,12 +388,11 @@ class NodeWorker(Worker):
 
         Raises: UsageError, PreflightError, ClusterddpError: this machine cannot take part.
         """
-        from clusterddp.spec.hosts import share_out, unused_hosts
+        from clusterddp.spec.hosts import share_out
         from clusterddp.spec.yamlfile import resolved_yaml
 
         job, number = self.resolved.job, self.seat.number
-        shares = share_out(job)
-        plan = self._planned(choose_run_name(self.runs_dir), plan_ssh_placement(job, shares, unused_hosts(job)))
+        plan = self._planned(choose_run_name(self.runs_dir), place_nodes(job))
         here = with_absolute_paths(self.job, self.working_dir.absolute())
         plan = dataclasses.replace(plan, spec_text=resolved_yaml(here.model_copy(update={"launcher": job.launcher})))
         check_trainer(plan.gang, elsewhere=plan.elsewhere)
@@ -401,7 +400,7 @@ class NodeWorker(Worker):
         if self._earlier:  # its leftover processes may hold the GPUs
             record = read_run(self._earlier)
             launcher_named(record.launcher, self.environ).clear_away(self._earlier, record)
-        gpus, self._lease = _lease_gpus(plan.name, number, shares[number].gpus, self.environ)
+        gpus, self._lease = _lease_gpus(plan.name, number, share_out(job)[number].gpus, self.environ)
         self._planned_run = _with_node(plan, number, gpus=gpus)
         return self._lease
 
