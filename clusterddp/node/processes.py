@@ -39,9 +39,9 @@ def start_rank(
             stdout=out,
             stderr=err,
             cwd=run_dir,
-            env=environment | _named(listener),
+            env=environment if listener is None else environment | {LISTENER_FD: str(listener)},
             start_new_session=True,
-            pass_fds=_given(listener),
+            pass_fds=() if listener is None else (listener,),
         )
     return leave_to_reap(process)
 
@@ -61,7 +61,7 @@ def start_fork_server(
                 cwd=run_dir,
                 env=environment,
                 start_new_session=True,
-                pass_fds=_given(listener),
+                pass_fds=() if listener is None else (listener,),
             )
         except OSError:
             ours.close()
@@ -131,14 +131,6 @@ def start_into_memory(program: str, *arguments: str) -> int | None:
         os.close(memory)
         return None
     return memory
-
-
-def _named(listener: int | None) -> dict[str, str]:
-    return {} if listener is None else {LISTENER_FD: str(listener)}
-
-
-def _given(listener: int | None) -> tuple[int, ...]:
-    return () if listener is None else (listener,)
 
 
 def leave_to_reap(process: subprocess.Popen[bytes]) -> int:

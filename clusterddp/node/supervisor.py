@@ -105,50 +105,20 @@ class Parent:
         return lines, ended
 
 
-class LostHead:
-    """Makes sure that the end of an attempt is recorded when a node has lost the head.
+def end_by_lost_head(order: SupervisorOrder, attempt: AttemptDir, loss: Loss, interface: str | None) -> AttemptEnd:
+    """Return the end of an attempt for a node that has lost the head.
 
-    The head and its guard know more and go first, but their host may be gone for good. Over SSH the record is in this
-    host's own copy of the run. In a batch job it is in the directory that all nodes share, and the batch system itself
-    requeues a job that has lost its first node.
+    `interface`: the one that carries the gang's traffic on this host.
     """
-
-    def __init__(
-        self, order: SupervisorOrder, attempt: AttemptDir, loss: Loss, interface: str | None, now: float
-    ) -> None:
-        """`interface`: the one that carries the gang's traffic on this host."""
-        self._order = order
-        self._attempt = attempt
-        self._loss = loss
-        self._interface = interface
-        # On a host that is up, others record the end. In a batch job the end of a node's tasks ends the whole step, and
-        # with it a head or guard that is still recording.
-        patience_s = STEP_PATIENCE_S if order.job is not None else GUARD_PATIENCE_S
-        self._record_at = now + (0.0 if loss.kind == "host_silent" else patience_s)
-
-    def is_recorded(self, now: float) -> bool:
-        """Return whether the end is recorded; record it when nobody else has in time."""
-        with contextlib.suppress(OSError):  # storage that is away: the next turn reads again
-            if read_end(self._attempt) is not None:
-                return True
-        if now < self._record_at:
-            return False
-        record = close_attempt(self._attempt, self._end(), self._order.gang.token)
-        if record.is_first:
-            log_end(self._order.run, self._attempt.number, record.end)
-        return True
-
-    def _end(self) -> AttemptEnd:
-        order, loss = self._order, self._loss
-        lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss}"
-        if loss.kind == "given_up":
-            lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss}"
-        elif loss.kind == "host_silent" and is_cut_off(self._interface):
-            lost, what = order.node, f"{order.node.host} is cut off, its {self._interface} is down"
-        started = self._attempt.ranks.is_dir() and any(self._attempt.ranks.glob("*.json"))
-        cause = loss_of_nodes(order.gang, (lost,), what, attempt=self._attempt if started else None)
-        goes_on = order.job is not None and order.restarts_left_after(self._attempt.number)
-        return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
+    lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss}"
+    if loss.kind == "given_up":
+        lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss}"
+    elif loss.kind == "host_silent" and is_cut_off(interface):
+        lost, what = order.node, f"{order.node.host} is cut off, its {interface} is down"
+    started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
+    cause = loss_of_nodes(order.gang, (lost,), what, attempt=attempt if started else None)
+    goes_on = order.job is not None and order.restarts_left_after(attempt.number)
+    return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
 
 
 class JobTasks(RankStarter, Protocol):
@@ -217,7 +187,8 @@ class Supervisor:
         )
         self._look_at = 0.0 if order.job is not None else float("inf")
         """When to look whether another start of the job has claimed a later attempt; restarts in place claim none."""
-        self._lost_head: LostHead | None = None
+        self._record_at: float | None = None
+        """When to record the end, once the head is lost."""
         self._ranks = LocalRanks(
             order.run,
             order.gang,
@@ -259,10 +230,30 @@ class Supervisor:
         loss = self.uplink.head_lost
         if loss is None or not self._order.spans_hosts:  # on one host the guard of the head records the end
             return self._ranks.idle
-        if self._lost_head is None:
-            attempt = self._order.run.attempt(self._ranks.attempt_number)
-            self._lost_head = LostHead(self._order, attempt, loss, self._ranks.interface, now)
-        return self._ranks.idle and self._lost_head.is_recorded(now)
+        if self._record_at is None:
+            # On a host that is up, others record the end. In a batch job the end of a node's tasks ends the whole step,
+            # and with it a head or guard that is still recording.
+            patience_s = STEP_PATIENCE_S if self._order.job is not None else GUARD_PATIENCE_S
+            self._record_at = now + (0.0 if loss.kind == "host_silent" else patience_s)
+        return self._ranks.idle and self._is_recorded(loss, late=now >= self._record_at)
+
+    def _is_recorded(self, loss: Loss, *, late: bool) -> bool:
+        """Return whether the end is recorded; record it when nobody else has in time.
+
+        The head and its guard know more and go first, but their host may be gone for good. Over SSH the record is in
+        this host's own copy of the run. In a batch job it is in the directory that all nodes share, and the batch
+        system itself requeues a job that has lost its first node.
+        """
+        attempt = self._order.run.attempt(self._ranks.attempt_number)
+        with contextlib.suppress(OSError):  # storage that is away: the next turn reads again
+            if read_end(attempt) is not None:
+                return True
+        if late:
+            end = end_by_lost_head(self._order, attempt, loss, self._ranks.interface)
+            record = close_attempt(attempt, end, self._order.gang.token)
+            if record.is_first:
+                log_end(self._order.run, attempt.number, record.end)
+        return late
 
     def _look_for_takeover(self, now: float) -> None:
         """End this node's ranks when another start of the job has taken the run over."""
