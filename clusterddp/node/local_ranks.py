@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
 import signal
 import struct
 import time
@@ -35,7 +34,7 @@ from clusterddp.run.gang import Gang, Node
 from clusterddp.run.preload import find_preload
 from clusterddp.run.record import RankEnd, RankRecord, write_rank
 from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
-from clusterddp.system.files import is_file
+from clusterddp.system.files import is_file, open_regular
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
 _TABLES = ("/proc/net/tcp", "/proc/net/tcp6")
@@ -248,8 +247,17 @@ class LocalRanks:
 
     def _rank_started(self, attempt: LocalAttempt, started: Started) -> None:
         attempt.running.add(started.rank)
-        record = new_record(started.rank, started.pid, self._node, attempt.network, attempt.master_port)
-        attempt.records[started.rank] = record
+        attempt.records[started.rank] = RankRecord(
+            rank=started.rank,
+            node_rank=self._node.node_rank,
+            local_rank=self._node.ranks.index(started.rank),
+            host=self._node.host,
+            pid=started.pid,
+            interface=attempt.network.interface,
+            master_addr=attempt.network.gang.master_addr,
+            master_port=attempt.master_port,
+            started=time.time(),
+        )
         if len(attempt.records) == len(self._node.ranks):
             self._records.put(attempt.dir, *attempt.records.values())
             self._write_records(time.monotonic())
@@ -361,21 +369,6 @@ class RankRecords:
         return True
 
 
-def new_record(rank: int, pid: int, node: Node, network: RankNetwork, master_port: int) -> RankRecord:
-    """Return the record of a rank that has just started."""
-    return RankRecord(
-        rank=rank,
-        node_rank=node.node_rank,
-        local_rank=node.ranks.index(rank),
-        host=node.host,
-        pid=pid,
-        interface=network.interface,
-        master_addr=network.gang.master_addr,
-        master_port=master_port,
-        started=time.time(),
-    )
-
-
 class ConnectionWatch:
     """Looks for a connection of this node's ranks to the master: ranks that never connect train apart."""
 
@@ -413,19 +406,15 @@ class NcclWatch:
         if now < self._look_at or now > self._begun + _NCCL_LAST_S:
             return None
         self._look_at = now + max(_NCCL_FIRST_S, (now - self._begun) / 2)
-        found = [transport for log in self._logs if (transport := read_transport(_read_ended(log)))]
+        found = []
+        for log in self._logs:
+            with contextlib.suppress(OSError, ClusterddpError), open_regular(log) as file:
+                transport = read_transport(file.read(_MAX_NCCL_BYTES).decode(errors="replace"))
+                found += [transport] if transport else []
         if len(found) < len(self._logs) or (merged := merge(found)) == self._last:
             return None
         self._last = merged
         return merged
-
-
-def _read_ended(log: Path) -> str:
-    with contextlib.suppress(OSError):
-        descriptor = os.open(log, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
-        with open(descriptor, "rb") as file:
-            return file.read(_MAX_NCCL_BYTES).decode(errors="replace")
-    return ""
 
 
 @dataclass(slots=True)
