@@ -24,9 +24,8 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.connection import Message
-from clusterddp.node.link import Question
 from clusterddp.node.log import log, log_line
-from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, children_of, find_memory
+from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, Question, children_of, find_memory
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.log_times import LogTimesWriter

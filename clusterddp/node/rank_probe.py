@@ -10,11 +10,12 @@ import dataclasses
 import os
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.stack_hook import MEMORY_PREFIX, STACKS, socket_name, stack_signal
 from clusterddp.run.stacks import Answer, Frame, RankStack, parse_answer, parse_stacks
 from clusterddp.system.files import read_regular
@@ -34,6 +35,26 @@ _MAX_SOURCE_BYTES = 1 << 20
 _MAX_CHILDREN, _MAX_GROUPS, _MAX_FRAMES, _MAX_NAME = 6, 64, 60, 300
 _SOURCE_LINES = 12
 """Of so many frames the text of the line is read."""
+
+
+@dataclass(kw_only=True, slots=True)
+class Question:
+    """A question of the head to all nodes; subclasses hold the answers."""
+
+    due: float
+    """When the head stops waiting."""
+    awaited: set[int]
+    """The nodes that have not answered, by rank."""
+
+    def send(self, order: Message, send: Callable[[int, Message], None]) -> None:
+        """Send it to all nodes."""
+        for node_rank in sorted(self.awaited):
+            send(node_rank, order)
+
+    def is_over(self, nodes: Iterable[int], now: float) -> bool:
+        """Return whether all nodes have answered, or the time is up; `nodes`: those that are not lost."""
+        self.awaited &= set(nodes)
+        return not self.awaited or now >= self.due
 
 
 class AskedRank:

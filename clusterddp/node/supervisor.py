@@ -46,13 +46,22 @@ from clusterddp.network.socket_links import report_links
 from clusterddp.node.guard import Guard, clean_up
 from clusterddp.node.head import Head, JobWatch
 from clusterddp.node.helpers import Helpers
-from clusterddp.node.link import SUPERVISORS, Clock, Limits, listen, listen_on_walk, report_of
+from clusterddp.node.link import (
+    SUPERVISORS,
+    Clock,
+    HeadElsewhere,
+    HeadHere,
+    Limits,
+    Uplink,
+    listen,
+    listen_on_walk,
+    report_of,
+)
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_end, log_line, open_log
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
 from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children, RankStarter
-from clusterddp.node.uplink import HeadElsewhere, HeadHere, Uplink
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, close_attempt, failed_by, later_claimed, loss_of_nodes, read_end
 from clusterddp.run.directory import AttemptDir

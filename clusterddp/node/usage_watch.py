@@ -17,10 +17,9 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.connection import Message
-from clusterddp.node.link import Question
 from clusterddp.node.log import log, log_line
 from clusterddp.node.processes import start_into_memory
-from clusterddp.node.rank_probe import AskedRank, children_of, find_memory
+from clusterddp.node.rank_probe import AskedRank, Question, children_of, find_memory
 from clusterddp.node.stack_hook import PACE
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang

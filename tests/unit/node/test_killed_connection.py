@@ -11,8 +11,7 @@ import pytest
 from clusterddp.network.rendezvous.client import AuthenticatedAttempt, Search
 from clusterddp.network.rendezvous.server import Server
 from clusterddp.node.head import Head
-from clusterddp.node.link import SUPERVISORS, Limits, listen
-from clusterddp.node.uplink import HeadElsewhere, HeadHere
+from clusterddp.node.link import SUPERVISORS, HeadElsewhere, HeadHere, Limits, listen
 from clusterddp.run.directory import RunDir
 from tests.support.handmade_runs import make_gang
 from tests.support.waiting import PATIENCE
