@@ -2,7 +2,7 @@
 
     python benchmarks/ssh_overhead.py [PAIRS [RANKS_PER_HOST]] [--phases]    (root: it starts a rack)
 
-Both start the same script: it imports torch, joins a gloo group, builds ResNet-18 in DistributedDataParallel, makes one
+Both start the same script: it imports torch, joins a gloo group, wraps 18 convolutions in DDP, makes one
 step, and rank 0 prints the time. The hosts share nothing. By hand: the script lies on both hosts already, two ssh start
 `torchrun --nnodes 2 --node-rank N --master-addr ... --master-port ...`, with GLOO_SOCKET_IFNAME set, since
 both hosts have a docker0 with the same address. clusterddp: `submit` in a directory with that script. The clock starts
@@ -41,13 +41,16 @@ import os
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
-from resnet import ResNet18
 marks["torch"] = time.time()
 torch.set_num_threads(1)
 dist.init_process_group("gloo")
 marks["group"] = time.time()
 torch.manual_seed(0)
-model = DistributedDataParallel(ResNet18(num_classes=10))
+layers = [torch.nn.Conv2d(3, 256, 3, stride=4, padding=1)]
+for _ in range(18):  # as many parameters as ResNet-18
+    layers += [torch.nn.Conv2d(256, 256, 3, padding=1), torch.nn.BatchNorm2d(256), torch.nn.ReLU()]
+net = torch.nn.Sequential(*layers, torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(256, 10))
+model = DistributedDataParallel(net)
 loss = torch.nn.functional.cross_entropy(model(torch.randn(2, 3, 32, 32)), torch.zeros(2, dtype=torch.long))
 loss.backward()
 marks["step"] = time.time()
@@ -212,7 +215,6 @@ def phases_of(bench: Bench) -> Iterator[tuple[float, float, str]]:
 
 @contextmanager
 def two_hosts(ranks: int) -> Iterator[Bench]:
-    resnet = ROOT / "clusterddp" / "train" / "models" / "resnet.py"
     plan = RackPlan(nodes=["node1", "node2"], private_hosts=True, slurm=False)
     with running_rack(plan) as rack, ssh_place_on(rack) as place:
         (place.path / "job.yaml").write_text(SPEC.format(python=PYTHON, ranks=ranks))
@@ -220,7 +222,6 @@ def two_hosts(ranks: int) -> Iterator[Bench]:
         for directory in (place.path, *there):
             directory.mkdir(exist_ok=True)
             (directory / "step.py").write_text(STEP)
-            shutil.copy(resnet, directory / "resnet.py")
         yield Bench(place=place, ranks=ranks)
 
 
