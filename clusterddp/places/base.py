@@ -126,10 +126,6 @@ class Launcher:
         """
         raise NotImplementedError
 
-    def observer(self) -> Slurm | None:
-        """Return the `slurm` that `probe` queries while a run is being ended; None where it queries none."""
-        return None
-
     def probe(self, records: Records, slurm: Slurm) -> Answer:
         """Say whether anything is left of a run without a final end that will record its end."""
         raise NotImplementedError

@@ -165,10 +165,7 @@ def place_local(job: JobSpec, request: Request) -> Placement:
 
 
 def plan_placement(job: JobSpec, machine: Machine) -> Placement:
-    """Place all nodes of the spec on one machine, each with its own GPUs.
-
-    Raises: PreflightError: the machine has too few GPUs, too few are free, or it lacks the interface.
-    """
+    """Place all nodes of the spec on one machine, each with its own GPUs."""
     per_node = job.resources.ranks_per_node
     gpus_per_node, device_notes = _gpus_per_node(job, machine)
     gpus = free_gpus(job.name, job.resources.nodes * gpus_per_node, machine)
@@ -196,10 +193,7 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
 
 
 def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[Node, ...]:
-    """Assign the GPUs of now to planned nodes; they keep their GPUs if those are free.
-
-    Raises: PreflightError: the machine has too few GPUs, or too few are free.
-    """
+    """Assign the GPUs of now to planned nodes; they keep their GPUs if those are free."""
     wanted: Sequence[str] = [gpu for node in nodes for gpu in node.gpus]
     if not set(wanted) <= set(machine.gpus) - set(machine.busy):
         if len(wanted) > len(machine.gpus):
@@ -243,10 +237,7 @@ def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
 
 
 def free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
-    """Choose free GPUs.
-
-    Raises: GpusInUseError: too few are free.
-    """
+    """Choose free GPUs."""
     free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)
     if len(free) < wanted:
         raise GpusInUseError(

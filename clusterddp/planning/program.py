@@ -132,10 +132,7 @@ def _what_runs(entry: EntrySpec) -> tuple[_Kind, str, tuple[str, ...]]:
 
 
 def choose_snapshot(summary: dict[str, Any], *, runs_dir: Path, environ: Mapping[str, str]) -> SnapshotPlan:
-    """Choose the files of a planned snapshot again, as they are now.
-
-    Raises: ClusterddpError: the code is gone or too large.
-    """
+    """Choose the files of a planned snapshot again, as they are now."""
     if summary["source"] != "git":
         snapshot = plan_script_snapshot(Path(summary["source"]), runs_dir=runs_dir)
         if snapshot.left_out and not summary["left_out"]:

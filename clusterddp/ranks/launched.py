@@ -89,10 +89,7 @@ Those of an outer launcher count something else: SLURM_* around torchrun or mpir
 
 
 def _read_numbers(launcher: Launcher, environ: Mapping[str, str]) -> list[Number]:
-    """Read the variables of one launcher, as far as they are set.
-
-    Raises: UsageError: a variable holds no number.
-    """
+    """Read the variables of one launcher, as far as they are set."""
     numbers = []
     for key, names in NAMES[launcher].items():
         found = [name for name in names if environ.get(name)]

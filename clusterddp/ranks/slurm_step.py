@@ -59,10 +59,7 @@ def read_place(environ: Mapping[str, str]) -> StepPlace:
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
-    """Read Slurm's counts per node: `2(x3),1` is 2, 2, 2, 1.
-
-    Raises: ClusterddpError: the text has another form.
-    """
+    """Read Slurm's counts per node: `2(x3),1` is 2, 2, 2, 1."""
     counts: list[int] = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip())

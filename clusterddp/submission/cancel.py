@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.base import Report, no_report
 from clusterddp.places.registry import launcher_named
-from clusterddp.places.slurm.queue import Phase
+from clusterddp.places.slurm.queue import Phase, Slurm
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import inherited_environment
@@ -24,6 +24,8 @@ from clusterddp.system.files import is_file, write_json
 from clusterddp.system.gpu_lease import user_name
 
 _ANSWER_INTERVAL_S = 0.25
+_MAX_AGE_S = 0.5
+"""How old an answer of Slurm's may be while a run is being ended."""
 _ANSWER_S = 5.0
 """How long the supervisors may take to cancel: they look four times a second, then kill the ranks."""
 _ASKS_WITHIN_S = 2.0
@@ -76,7 +78,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
     launcher.request_stop(run, record, sync)
     with _detaching(f"{run.name} was asked to stop, and does so without this command"):
-        slurm = launcher.observer()
+        slurm = Slurm(inherited_environment(), max_age_s=_MAX_AGE_S)
         view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
         if not view.finished:
             asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
@@ -122,7 +124,7 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
         log_event(run, "cancel_requested")
     will_answer = launcher.request_end(run, record, sync)
     with _detaching(f"{run.name} was asked to end, and does so without this command"):
-        slurm = launcher.observer()
+        slurm = Slurm(inherited_environment(), max_age_s=_MAX_AGE_S)
         view = wait(run, min(_ANSWER_S, timeout_s) if will_answer else 0.0, slurm=slurm, sync=sync)
     # No supervisor answers: the launcher ends the run.
     if final_end(run) is None and launcher.end_by_force(run, record, deadline - time.monotonic()):

@@ -23,16 +23,12 @@ def name_new(temporary: str, path: Path) -> bool:
     """Give a complete temporary file, in the same directory, its name; False: another writer has taken the name.
 
     The temporary name may be left as a second name; the caller removes it.
-    Raises: OSError: the file system refuses.
     """
     return _name_new(temporary, path)[0]
 
 
 def probe_exclusive(directory: Path) -> Method:
-    """Find out by a test which method works in this directory; nothing is left behind.
-
-    Raises: OSError: the directory cannot be written.
-    """
+    """Find out by a test which method works in this directory; nothing is left behind."""
     with tempfile.TemporaryDirectory(prefix=".probe-", dir=directory) as place:
         temporary = Path(place, "temporary")
         temporary.touch()

@@ -74,25 +74,18 @@ class LocalLauncher(Launcher):
             raise
 
     def renew(self, plan: Plan) -> Plan:
-        """Return the plan for the next start, with the GPUs and the host name of now.
-
-        Raises: PreflightError: this machine has fewer GPUs than the run had, or fewer are free.
-        """
+        """Return the plan for the next start, with the GPUs and the host name of now."""
         nodes = place_here(lambda machine: assign_gpus(plan.run, plan.gang.nodes, machine), self._environ)
         return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
-        """Kill a run whose supervisors hang or are stopped; False when it has no process.
-
-        Raises: ClusterddpError: a process cannot be killed.
-        """
+        """Kill a run whose supervisors hang or are stopped; False when it has no process."""
         return _end_run(run, record, timeout_s=max(1.0, timeout_s)) > 0
 
     def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Wait for the last processes of a run that has ended, then kill those that are left; return their number.
 
         Its supervisors and its task may still clean up.
-        Raises: ClusterddpError: a process cannot be killed.
         """
         return _end_run(run, record, patience_s=CLEAR_TIMEOUT_S)
 

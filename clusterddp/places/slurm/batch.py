@@ -116,10 +116,7 @@ def main() -> int:
 
 
 def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
-    """Return the run of this job.
-
-    Raises: ClusterddpError: its directory is not visible on this host.
-    """
+    """Return the run of this job."""
     path = Path(argument)
     if path.is_file():
         path = path.parent / path.read_text(encoding="utf-8").split()[int(environ["SLURM_ARRAY_TASK_ID"])]
@@ -388,10 +385,7 @@ class JobStart:
 
     @classmethod
     def of_environment(cls, environ: Mapping[str, str]) -> JobStart:
-        """Read the start from the variables of a batch script.
-
-        Raises: ClusterddpError: this is no batch script of a Slurm job.
-        """
+        """Read the start from the variables of a batch script."""
         job_id = environ.get("SLURM_JOB_ID")
         if not job_id:
             raise ClusterddpError("SLURM_JOB_ID is not set: only Slurm runs this command, as the batch script of a job")
@@ -428,10 +422,7 @@ class Carried:
 
 
 def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str, str]:
-    """Return the environment of srun and the tasks; this job's own variables win over submitted ones.
-
-    Raises: ClusterddpError: a file with submitted variables is damaged.
-    """
+    """Return the environment of srun and the tasks; this job's own variables win over submitted ones."""
     submitted: dict[str, str] = {}
     for path in (run.job_environment, run.job_secrets):
         submitted |= read_json(path) or {}
@@ -445,10 +436,7 @@ def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str
 
 
 def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Carried:
-    """Read the run that this start of a job runs.
-
-    Raises: ClusterddpError: the run has no plan for Slurm.
-    """
+    """Read the run that this start of a job runs."""
     record = read_run(run)
     plan = read_json(run.plan)
     if not plan or not plan.get("slurm"):

@@ -237,10 +237,7 @@ def current_user() -> User:
 
 
 def read_cluster(environ: Mapping[str, str], *, user: User | None = None) -> Cluster:
-    """Read the facts of this cluster with six commands at most.
-
-    Raises: SlurmError: there is no Slurm here, or its controller does not answer.
-    """
+    """Read the facts of this cluster with six commands at most."""
     user = user or current_user()
     config = parse_config(run_slurm(["scontrol", "show", "config"], environ=environ))
     unanswered: list[str] = []

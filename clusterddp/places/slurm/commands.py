@@ -62,10 +62,7 @@ def run_slurm(
 def call_slurm(
     argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands and return its result; standard error holds warnings.
-
-    Raises: SlurmError: as `run_slurm`.
-    """
+    """Run one of Slurm's commands and return its result; standard error holds warnings."""
     environment = slurm_environment(environ)
     program = shutil.which(argv[0], path=environment.get("PATH"))
     if program is None:

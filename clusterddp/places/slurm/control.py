@@ -36,10 +36,7 @@ class JobNow:
 
 
 def show_job(job_id: str, environ: Mapping[str, str]) -> JobNow | None:
-    """Ask the controller for a job; None when it has no such job, or no longer.
-
-    Raises: SlurmError: the controller did not answer.
-    """
+    """Ask the controller for a job; None when it has no such job, or no longer."""
     try:
         text = run_slurm(["scontrol", "show", "job", "-o", job_id], environ=environ)
     except SlurmError as error:
@@ -50,10 +47,7 @@ def show_job(job_id: str, environ: Mapping[str, str]) -> JobNow | None:
 
 
 def read_job(text: str) -> JobNow:
-    """Read one line of `scontrol show job -o`.
-
-    Raises: SlurmError: it is no such line.
-    """
+    """Read one line of `scontrol show job -o`."""
     # The name comes first, and may contain any text.
     name, found, rest = text.partition(" UserId=")
     state = _field("JobState", rest)

@@ -53,10 +53,7 @@ def slurm_spec(template: str, environ: Mapping[str, str], partition_name: str | 
 
 
 def choose_partition(cluster: Cluster, name: str | None = None) -> Partition | None:
-    """Choose the named partition; else the default one, or the largest with GPUs when the default has none.
-
-    Raises: UsageError: there is no partition of that name.
-    """
+    """Choose the named partition; else the default one, or the largest with GPUs when the default has none."""
     if name is not None:
         chosen = cluster.partition(name)
         if chosen is None and cluster.partitions:

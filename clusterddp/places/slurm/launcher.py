@@ -91,10 +91,7 @@ class SlurmLauncher(Launcher):
         )
 
     def renew(self, plan: Plan) -> Plan:
-        """Return the plan for the next submit, with the dependencies that are left.
-
-        Raises: UsageError: a run that it depends on ended with another outcome.
-        """
+        """Return the plan for the next submit, with the dependencies that are left."""
         assert plan.slurm is not None
         if not plan.spec.get("after"):
             return plan
@@ -104,15 +101,8 @@ class SlurmLauncher(Launcher):
             options["dependency"] = dependency
         return dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
 
-    def observer(self) -> Slurm | None:
-        """Return a `Slurm` whose answers are at most 0.5 s old."""
-        return Slurm(self._environ, max_age_s=0.5)
-
     def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
-        """Have Slurm cancel the run's job; True when the job may be running and will record the end itself.
-
-        Raises: SlurmError: Slurm refuses.
-        """
+        """Have Slurm cancel the run's job; True when the job may be running and will record the end itself."""
         try:
             job = find_job(run, record, self._environ)
             if job is None or is_over(job):
@@ -125,10 +115,7 @@ class SlurmLauncher(Launcher):
         return job.phase is not Phase.WAITING
 
     def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
-        """Signal the job's batch process: over a slow file system it may see the STOP file late.
-
-        Raises: SlurmError: Slurm could not be asked.
-        """
+        """Signal the job's batch process: over a slow file system it may see the STOP file late."""
         job = find_job(run, record, self._environ)
         if job is not None and not is_over(job):
             signal_batch(record.name, record, job, self._environ)
@@ -167,20 +154,14 @@ class SlurmLauncher(Launcher):
         return [*step, sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
-        """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.
-
-        Raises: SlurmError: Slurm could not be asked.
-        """
+        """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`."""
         if not is_over(wait_for_end(run, record, self._environ, timeout_s)):
             return False
         drop_secrets(run)
         return True
 
     def clear_away(self, run: RunDir, record: RunRecord) -> int:
-        """Cancel a leftover job of a run that has ended; return the number of cancelled jobs.
-
-        Raises: SlurmError: Slurm could not be asked. ClusterddpError: the job does not end.
-        """
+        """Cancel a leftover job of a run that has ended; return the number of cancelled jobs."""
         job = find_job(run, record, self._environ)
         if job is None or is_over(job):
             return 0

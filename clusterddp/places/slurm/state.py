@@ -221,10 +221,7 @@ _POLL_S = 0.25
 
 
 def find_job(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> Job | None:
-    """Query queue and accounting now for the job of a run.
-
-    Raises: SlurmError: Slurm could not be asked.
-    """
+    """Query queue and accounting now for the job of a run."""
     wanted = wanted_job(run, record)
     return Slurm(environ, max_age_s=0.0).find(wanted) if wanted else None
 
@@ -255,10 +252,7 @@ def is_over(job: Job | None) -> bool:
 
 
 def wait_for_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], timeout_s: float) -> Job | None:
-    """Wait until a job is over or `timeout_s` has passed; return its last state.
-
-    Raises: SlurmError: Slurm could not be asked.
-    """
+    """Wait until a job is over or `timeout_s` has passed; return its last state."""
     deadline = time.monotonic() + timeout_s
     while not is_over(job := find_job(run, record, environ)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
@@ -270,7 +264,6 @@ def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str
 
     "Invalid job id" is no error here: the job may have ended since. A busy controller can give that answer for a job
     that exists; the caller waits for the end of the job and so detects it.
-    Raises: SlurmError: Slurm could not be asked.
     """
     try:
         run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
@@ -280,10 +273,7 @@ def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str
 
 
 def signal_batch(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
-    """Send SIGUSR2 to a job's batch process only, which asks the run to checkpoint and stop.
-
-    Raises: SlurmError: Slurm could not be asked.
-    """
+    """Send SIGUSR2 to a job's batch process only, which asks the run to checkpoint and stop."""
     run_slurm(["scancel", *_only(name, record), "--batch", "--signal=USR2", job.job_id], environ=environ)
 
 

@@ -69,7 +69,7 @@ class Tasks:
         task = self._tasks[rank]
         variables = launch.values() | launch.preload.environment()
         users = {name for name, variable in launch.variables.items() if variable.origin == USERS}
-        choice = choose_gpus([self._tasks[each].gpus for each in self._ranks])
+        choice = choose_gpus([self._tasks[each].gpus for each in self._ranks], bound=self._tasks[self._ranks[0]].bound)
         if choice.visible is not None and "CUDA_VISIBLE_DEVICES" not in users:
             own = choice.visible[self._ranks.index(rank)] if choice.one_each else None
             variables["CUDA_VISIBLE_DEVICES"] = own or ",".join(choice.visible)
@@ -134,8 +134,8 @@ class Tasks:
             self._selector.unregister(sock)
             sock.close()
             return
-        gpus = TaskGpus.of(message.get("gpus"), bound=bool(message.get("gpus_bound")))
-        self._tasks[rank] = _Task(rank, sock, peer_of(sock)[0], gpus)
+        pid, bound = peer_of(sock)[0], bool(message.get("gpus_bound"))
+        self._tasks[rank] = _Task(rank=rank, sock=sock, pid=pid, gpus=read_gpus(message.get("gpus")), bound=bound)
 
     def _receive(self, task: _Task) -> None:
         while task.sock is not None and (message := _receive(task.sock)) is not None:
@@ -176,12 +176,15 @@ class Tasks:
         return Lost(task.rank, f"{who} was killed; the rank ended with it")
 
 
+@dataclass(kw_only=True, slots=True)
 class _Task:
-    def __init__(self, rank: int, sock: socket.socket, pid: int, gpus: TaskGpus) -> None:
-        self.rank = rank
-        self.sock: socket.socket | None = sock
-        self.pid = pid
-        self.gpus = gpus
+    rank: int
+    sock: socket.socket | None
+    pid: int
+    gpus: tuple[str, ...] | None
+    """Those that Slurm gives the task; see `read_gpus`."""
+    bound: bool
+    """True when Slurm was asked to bind GPUs to tasks."""
 
 
 def _receive(sock: socket.socket) -> dict[str, Any] | None:
@@ -195,19 +198,9 @@ def _receive(sock: socket.socket) -> dict[str, Any] | None:
         return {"kind": "gone"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TaskGpus:
-    """The GPUs that Slurm gives one task."""
-
-    visible: tuple[str, ...] | None
-    """CUDA_VISIBLE_DEVICES; None: it is not set."""
-    bound: bool
-    """True when Slurm was asked to bind GPUs to tasks."""
-
-    @classmethod
-    def of(cls, visible: str | None, *, bound: bool) -> TaskGpus:
-        names = None if visible is None else tuple(filter(None, (name.strip() for name in visible.split(","))))
-        return cls(visible=names, bound=bound)
+def read_gpus(visible: str | None) -> tuple[str, ...] | None:
+    """Read CUDA_VISIBLE_DEVICES of a task; None: it is not set."""
+    return None if visible is None else tuple(filter(None, (name.strip() for name in visible.split(","))))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -227,9 +220,8 @@ class GpuChoice:
     """Each rank sees only its own of `visible`: CUDA shows a process one MIG slice."""
 
 
-def choose_gpus(tasks: Sequence[TaskGpus]) -> GpuChoice:
-    """Choose the GPUs of the ranks of a node; the tasks are in the order of their local ranks."""
-    lists = [task.visible for task in tasks]
+def choose_gpus(lists: Sequence[tuple[str, ...] | None], *, bound: bool) -> GpuChoice:
+    """Choose the GPUs of the ranks of a node; `lists`: those of its tasks, in the order of their local ranks."""
     if not lists or any(not names for names in lists):
         return GpuChoice()
     known = [names for names in lists if names]
@@ -237,7 +229,7 @@ def choose_gpus(tasks: Sequence[TaskGpus]) -> GpuChoice:
         enough = len(known[0]) >= len(known)
         if enough and len(known) > 1 and known[0][0].startswith("MIG-"):
             return GpuChoice(visible=known[0], one_each=True)
-        return GpuChoice() if enough or not tasks[0].bound else GpuChoice(device=0)
+        return GpuChoice() if enough or not bound else GpuChoice(device=0)
     firsts = [names[0] for names in known]
     if len(set(firsts)) < len(firsts):
         return GpuChoice(device=0)

@@ -31,10 +31,7 @@ class ExternalLauncher(Launcher):
     killed = "cancelled; its ranks here were killed"
 
     def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
-        """Return False: the run has no supervisor that would answer its CANCEL file.
-
-        Raises: UsageError: none of the ranks is on this host.
-        """
+        """Return False: the run has no supervisor that would answer its CANCEL file."""
         if not find_processes(f"{record.token}."):
             ranks = [rank for rank in read_ranks(run.attempts()[-1]) if rank.ended is None]
             hosts = ", ".join(sorted({rank.host for rank in ranks})) or "another host"

@@ -141,10 +141,7 @@ class Hello:
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Hello:
-        """Read a participant's first message.
-
-        Raises: ValueError: it is not one.
-        """
+        """Read a participant's first message."""
         hello: Hello = build(cls, data, "hello")
         if min(hello.number, hello.size, hello.pid) < 0:
             raise ValueError("a number from 0 is expected")
@@ -312,10 +309,7 @@ class MeetingServer:
         self._selector.close()
 
     def await_all(self, timeout_s: float) -> None:
-        """Wait until every participant has connected.
-
-        Raises: PreflightError: one does not match the others, or does not connect in time.
-        """
+        """Wait until every participant has connected."""
         while len(self.members) + 1 < self._seat.size:
             if time.monotonic() >= self._deadline:
                 raise self._missing(timeout_s)
@@ -383,10 +377,7 @@ class MeetingServer:
         return None
 
     def _admit(self, member: Member) -> None:
-        """Count a participant.
-
-        Raises: PreflightError: it does not match the others.
-        """
+        """Count a participant."""
         connection, hello = member
         error = find_mismatch(self._own, hello)
         for other in [self._own, *(each.hello for each in self.members.values())]:
@@ -439,10 +430,7 @@ class MeetingServer:
 
 
 def ask_first(seat: Seat, own: Hello, hosts: Sequence[str], deadline: float, key: str) -> Result | NotFound | None:
-    """Look for participant 0 until the deadline; return its decision, or why it was not found.
-
-    Raises: PreflightError: it refuses this participant, or the run.
-    """
+    """Look for participant 0 until the deadline; return its decision, or why it was not found."""
 
     def introduce(connection: Connection) -> Message:
         left_s = max(0.0, deadline - time.monotonic())
@@ -470,10 +458,7 @@ def ask_first(seat: Seat, own: Hello, hosts: Sequence[str], deadline: float, key
 
 
 def await_decision(found: Found, deadline: float) -> Result | Loss:
-    """Wait until participant 0 has counted all; return its decision, or why this server is not participant 0.
-
-    Raises: PreflightError: it refuses.
-    """
+    """Wait until participant 0 has counted all; return its decision, or why this server is not participant 0."""
     connection, messages = found
     while messages:
         for number, message in enumerate(messages, 1):
@@ -542,10 +527,7 @@ def find_twin(earlier: Hello, later: Hello) -> PreflightError | None:
 
 
 def _open_master_port(seat: Seat, own: Hello, deadline: float, key: str) -> MasterPort:
-    """Listen on the first port that is free.
-
-    Raises: PreflightError: no port is free, or another participant 0 listens there.
-    """
+    """Listen on the first port that is free."""
     until = min(deadline, time.monotonic() + IN_USE_S)
     while True:
         for port in seat.ports:

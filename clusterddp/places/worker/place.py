@@ -46,10 +46,7 @@ def start_timeout_s(job: JobSpec, noun: str) -> float:
 
 
 def complete_launched(launched: Launched, job: JobSpec) -> Launched:
-    """Add the port that the spec names, where the launcher sets none.
-
-    Raises: UsageError: the launcher sets another port.
-    """
+    """Add the port that the spec names, where the launcher sets none."""
     port, given = job.network.master_port, launched.variables.get("MASTER_PORT")
     if port != "auto" and not launched.port_is_taken:
         if given and given.origin.endswith("MASTER_PORT") and int(given.value) != port:
@@ -120,7 +117,6 @@ def find_own_index(
 
     `hosts`: each with the addresses that it has here; none: the name is not known. `names` and `addresses` are this
     machine's, each address with its interface, without the loopback.
-    Raises: PreflightError: it is none of them, or several.
     """
     reasons = {index: why for index, each in enumerate(hosts) if (why := _why(*each, names, addresses))}
     if len(reasons) == 1:
@@ -221,10 +217,7 @@ def group_by_host(hellos: tuple[Hello, ...]) -> tuple[tuple[str, tuple[int, ...]
 
 
 def decide_gpus(job: JobSpec, hellos: tuple[Hello, ...]) -> bool:
-    """Decide whether the ranks compute on GPUs: when each has one and the spec does not choose the CPU.
-
-    Raises: PreflightError: the spec demands GPUs, and a rank has none.
-    """
+    """Decide whether the ranks compute on GPUs: when each has one and the spec does not choose the CPU."""
     if job.device == "cpu" or job.resources.gpus_per_node == 0:
         return False
     sizes = {host: len(ranks) for host, ranks in group_by_host(hellos)}
@@ -254,10 +247,7 @@ def count_threads(num_ranks: int) -> int:
 
 
 def choose_interface(job: JobSpec, reached: str, num_nodes: int) -> Interface:
-    """Choose the interface of this host that carries the traffic of the run; `reached`: the address of the first host.
-
-    Raises: ClusterddpError: there is no route to it, or this host lacks the interface that the spec names.
-    """
+    """Choose the interface of this host that carries the run's traffic; `reached`: the address of the first host."""
     if job.network.interface != "auto":
         return named_interface(job.network.interface)
     return loopback() if num_nodes == 1 and is_loopback(reached) else interface_towards(reached)

@@ -106,10 +106,7 @@ class Decided:
 
     @classmethod
     def from_json(cls, data: dict[str, Any], seat: Seat) -> Decided:
-        """Check the answer of participant 0: without a key, any process at its port may have sent it.
-
-        Raises: PreflightError: participant 0 cannot have sent it.
-        """
+        """Check the answer of participant 0: without a key, any process at its port may have sent it."""
         another = f"another process answers as {seat.noun} 0"
         try:
             decided: Decided = build(cls, data, "the answer")
@@ -156,10 +153,7 @@ class Worker:
         raise NotImplementedError
 
     def decide(self, met: Met) -> dict[str, Any]:
-        """Decide for all, and make the run's directory here.
-
-        Raises: ClusterddpError: these participants cannot form a run.
-        """
+        """Decide for all, and make the run's directory here."""
         raise NotImplementedError
 
     def settle(self, decided: Decided) -> tuple[RunDir, bool]:
@@ -384,10 +378,7 @@ class NodeWorker(Worker):
     """One node of a run, on a machine of ssh.hosts: it starts the supervisor of its ranks and stays with it."""
 
     def prepare(self) -> Lease:
-        """Plan the run and lease the GPUs of this node, before anyone is met; the caller closes the lease.
-
-        Raises: UsageError, PreflightError, ClusterddpError: this machine cannot take part.
-        """
+        """Plan the run and lease the GPUs of this node, before anyone is met; the caller closes the lease."""
         from clusterddp.spec.hosts import share_out
         from clusterddp.spec.yamlfile import resolved_yaml
 
@@ -561,10 +552,7 @@ def _with_node(plan: Plan, node_rank: int, **facts: Any) -> Plan:
 
 
 def _lease_gpus(name: str, node_rank: int, count: int, environ: Mapping[str, str]) -> tuple[tuple[str, ...], Lease]:
-    """Lease so many GPUs of this machine; return them, and the lease.
-
-    Raises: PreflightError: the machine has fewer, or fewer are free.
-    """
+    """Lease so many GPUs of this machine; return them, and the lease."""
     for _ in range(_TRIES):
         gpus = free_gpus(f"node {node_rank} of {name}", count, read_machine(environ))
         lease = take_leases(gpus, name, list_gpus(environ))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clusterddp.places.slurm.tasks import GpuChoice, TaskGpus, choose_gpus
+from clusterddp.places.slurm.tasks import GpuChoice, choose_gpus, read_gpus
 from clusterddp.train.device import RankVariables
 
 
@@ -24,7 +24,7 @@ from clusterddp.train.device import RankVariables
     ],
 )
 def test_local_rank_is_the_index_of_a_rank_s_own_gpu_or_its_gpu_is_set(lists, bound, choice):
-    assert choose_gpus([TaskGpus.of(visible, bound=bound) for visible in lists]) == choice
+    assert choose_gpus([read_gpus(visible) for visible in lists], bound=bound) == choice
 
 
 def test_the_trainer_takes_the_gpu_that_is_set():
