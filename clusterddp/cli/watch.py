@@ -98,7 +98,7 @@ def staying_with(run: RunDir, terminal: Terminal) -> Iterator[Synchroniser]:
 
 def say_unfetched(run: RunDir) -> None:
     """Print that not all results were copied back from the run's hosts, and why."""
-    from clusterddp.places.ssh.reports import read_unreached
+    from clusterddp.places.ssh.host_run import read_unreached
 
     why = "; ".join(["", *read_unreached(run).values()])
     say_note(f"not all that the spec wants here has been fetched{why}; status and wait try again")

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.places.ssh.reports import read_reports, read_unreached, start_of
+from clusterddp.places.ssh.host_run import read_reports, read_unreached, start_of
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.rank_usage import read_usage_report

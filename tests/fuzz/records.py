@@ -103,7 +103,7 @@ def _failed(runs_dir: Path) -> Path:
 
 def _on_hosts(runs_dir: Path) -> Path:
     """Make a run over SSH whose plan has no seal: its hosts are not asked."""
-    from clusterddp.places.ssh.reports import HostReport, start_of, write_reports
+    from clusterddp.places.ssh.host_run import HostReport, start_of, write_reports
     from clusterddp.planning.ssh import SshNode, SshPlan
 
     run = make_run(runs_dir, "hosts")

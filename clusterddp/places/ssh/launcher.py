@@ -19,8 +19,8 @@ from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.places.base import Launcher, Report, Started, no_report
 from clusterddp.places.ssh.connections import call_each
+from clusterddp.places.ssh.host_run import ask_reports
 from clusterddp.places.ssh.network import settle_network
-from clusterddp.places.ssh.reports import ask_reports
 from clusterddp.places.ssh.session import Reply, Session, ssh_argv
 from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, all_or_raise, ask_all, open_host_sessions
 from clusterddp.places.ssh.sync import Synchroniser

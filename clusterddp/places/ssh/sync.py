@@ -20,6 +20,7 @@ from clusterddp.places.base import Report, no_report
 from clusterddp.places.ssh.connections import EACH_S
 from clusterddp.places.ssh.download import ASK_TIMEOUT_S, Asks, download
 from clusterddp.places.ssh.host_run import (
+    HostReport,
     HostRun,
     Listed,
     Wants,
@@ -32,7 +33,6 @@ from clusterddp.places.ssh.host_run import (
     report_of,
     update_reports,
 )
-from clusterddp.places.ssh.reports import HostReport
 from clusterddp.run.directory import RunDir
 
 if TYPE_CHECKING:

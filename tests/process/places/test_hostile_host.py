@@ -16,9 +16,9 @@ import pytest
 
 from clusterddp.errors import SshError
 from clusterddp.places.ssh import session as session_module
+from clusterddp.places.ssh.host_run import read_reports
 from clusterddp.places.ssh.launcher import lease_gpus
 from clusterddp.places.ssh.network import probe_network
-from clusterddp.places.ssh.reports import read_reports
 from clusterddp.places.ssh.session import Session
 from clusterddp.places.ssh.sessions import SessionPool
 from clusterddp.planning.ssh import SshNode

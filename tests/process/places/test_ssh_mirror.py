@@ -17,7 +17,7 @@ from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
 from clusterddp.places.ssh.agent import runs as host_runs
-from clusterddp.places.ssh.reports import read_reports
+from clusterddp.places.ssh.host_run import read_reports
 from clusterddp.run.attempts import AttemptEnd, read_end, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import log_event, read_ranks

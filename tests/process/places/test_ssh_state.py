@@ -10,8 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.places.ssh.host_run import is_unknown
-from clusterddp.places.ssh.reports import ago, reports_path
+from clusterddp.places.ssh.host_run import ago, is_unknown, reports_path
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.record import ProcessIdentity, RankEnd, read_run, write_run

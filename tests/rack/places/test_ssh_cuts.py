@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.places.ssh.connections import SILENCE_S
-from clusterddp.places.ssh.reports import read_reports
+from clusterddp.places.ssh.host_run import read_reports
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs

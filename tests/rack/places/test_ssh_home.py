@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.places.ssh.reports import read_reports
+from clusterddp.places.ssh.host_run import read_reports
 from clusterddp.run.directory import RunDir
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import command_of
