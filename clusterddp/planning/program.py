@@ -7,7 +7,7 @@ import itertools
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -61,7 +61,7 @@ class Program:
             "files": len(self.snapshot.files),
             "bytes": self.snapshot.total_bytes,
             "ignored": list(self.snapshot.ignored),
-            "left_out": str(self.snapshot.left_out) if self.snapshot.left_out else None,
+            "left_out": self.snapshot.left_out,
         }
 
 
@@ -211,12 +211,11 @@ def _code_snapshot(
         # The file is in no repository, or git ignores it.
         snapshot = plan_script_snapshot(file, runs_dir=runs_dir)
         if snapshot.left_out and not uploads:
-            num_files = snapshot.left_out.files + len(snapshot.files)
-            found = replace(snapshot.left_out, files=num_files, bytes=snapshot.left_out.bytes + snapshot.total_bytes)
             return None, (
-                f"{snapshot.root} is in no git repository and holds {found}, where a snapshot takes {_SCRIPT_LIMITS}: "
-                "the script runs where it lies, and ranks that start after an edit run the new code; for a snapshot "
-                "run git init there with the data in .gitignore, or move the script to a directory of its own",
+                f"{snapshot.root} is in no git repository, where a snapshot takes {_SCRIPT_LIMITS}, and would lack "
+                f"{snapshot.left_out}: the script runs where it lies, and ranks that start after an edit run the new "
+                "code; for a snapshot run git init there with the data in .gitignore, or move the script to a directory "
+                "of its own",
             )
     if snapshot is None:
         what = "command" if job.entry and job.entry.command else "module"

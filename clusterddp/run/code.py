@@ -161,23 +161,6 @@ _KEY = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class LeftOut:
-    """The files beside a script that are more than a snapshot takes."""
-
-    files: int
-    bytes: int
-    largest: tuple[str, ...]
-    """Up to three, each with its size."""
-    at_least: bool = False
-    """There are more, which were not counted."""
-
-    def __str__(self) -> str:
-        more = "more than " if self.at_least else ""
-        largest = f" (largest: {', '.join(self.largest)})" if self.largest else ""
-        return f"{more}{self.files:,} file{'s' * (self.files != 1)}, {_megabytes(self.bytes)}{largest}"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class SnapshotPlan:
     """Which files a snapshot takes, relative to `root`."""
 
@@ -192,8 +175,8 @@ class SnapshotPlan:
     """What git ignores, and repositories within the repository: a run on this file system gets links to them."""
     unlinked: tuple[str, ...] = ()
     """Directories in which git ignores too many single files for a link to each."""
-    left_out: LeftOut | None = None
-    """Of a script outside git: what is left out since all of it would be too much."""
+    left_out: str | None = None
+    """Of a script outside git: what is left out since all of it would be too much, for people."""
 
 
 def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) -> SnapshotPlan | None:
@@ -229,18 +212,27 @@ def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
         links = set(kept) - set(folders)
         names |= {os.path.relpath(here / name, root) for name in (*files, *links) if _is_wanted(name)}
         if walked > _MAX_WALKED:
-            # The script may lie in a home directory, which must not be copied.
-            return _only_beside(script, root, names)
+            break
     keys = {name for name in names if _KEY.search(name.lower())} - {script.name}
     measured = _measure(root, sorted(names - keys), needs_reading=True)
-    chosen = _those_that_fit(script.name, measured.sizes)
+    sizes = measured.sizes
+    if walked > _MAX_WALKED:  # the script may lie in a home directory, which must not be copied
+        beside = {name for name in names if os.sep not in name and name.endswith(".py")} | {script.name}
+        sizes = {name: size for name, size in sizes.items() if name in beside}
+    chosen = _those_that_fit(script.name, sizes)
+    others = {name: size for name, size in measured.sizes.items() if name not in chosen}
+    left_out = None
+    if others:
+        count = f"{len(others):,} file{'s' * (len(others) != 1)}, {_megabytes(sum(others.values()))}"
+        largest = f"{count} (largest: {', '.join(_largest(others))})"
+        left_out = f"more than {largest}" if walked > _MAX_WALKED else largest
     return SnapshotPlan(
         source=str(script),
         root=root,
         files=tuple(name for name in measured.sizes if name in chosen),
         total_bytes=sum(measured.sizes[name] for name in chosen),
         notes=(*measured.notes, *_key_notes(sorted(keys))),
-        left_out=_sum_up({name: size for name, size in measured.sizes.items() if name not in chosen}),
+        left_out=left_out,
     )
 
 
@@ -309,18 +301,6 @@ def _plan_files(
     )
 
 
-def _only_beside(script: Path, root: Path, found: Collection[str]) -> SnapshotPlan:
-    """Choose the script and the *.py files beside it; `found`: names below `root`, as far as they were counted."""
-    chosen = [name for name in found if os.sep not in name and (name.endswith(".py") or name == script.name)]
-    measured = _measure(root, sorted(chosen), needs_reading=True)
-    others = _measure(root, [name for name in found if name not in chosen]).sizes
-    left_out = LeftOut(files=len(others), bytes=sum(others.values()), largest=_largest(others), at_least=True)
-    files, total = tuple(measured.sizes), sum(measured.sizes.values())
-    return SnapshotPlan(
-        source=str(script), root=root, files=files, total_bytes=total, notes=measured.notes, left_out=left_out
-    )
-
-
 def _those_that_fit(script: str, sizes: Mapping[str, int]) -> set[str]:
     """Choose within the limits: the script, then *.py files, then other files; of each kind the smallest first."""
     chosen: set[str] = set()
@@ -337,10 +317,6 @@ def _key_notes(names: Sequence[str]) -> Iterator[str]:
     if names:
         more = f" and {len(names) - 1} more" if len(names) > 1 else ""
         yield f"{names[0]}{more}: a key by its name, not in the snapshot of the code"
-
-
-def _sum_up(sizes: Mapping[str, int]) -> LeftOut | None:
-    return LeftOut(files=len(sizes), bytes=sum(sizes.values()), largest=_largest(sizes)) if sizes else None
 
 
 def _largest(sizes: Mapping[str, int]) -> tuple[str, ...]:

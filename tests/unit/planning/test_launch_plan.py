@@ -334,7 +334,7 @@ def test_a_script_beside_too_much_data_runs_where_it_lies_and_the_note_says_why(
     plan = plan_script(tmp_path)
     assert (plan.gang.entry.target, plan.snapshot) == (str(tmp_path / "entry.py"), None)
     (note,) = plan.notes
-    assert "2 files, 60.0 MB (largest: train.npz (60.0 MB))" in note
+    assert "1 file, 60.0 MB (largest: train.npz (60.0 MB))" in note
     assert "runs where it lies" in note
     assert "git init" in note
 

@@ -245,8 +245,7 @@ def test_more_files_beside_a_script_than_fit_are_left_out(tmp_path: Path) -> Non
         os.mknod(tmp_path / f"{number:04}.txt")
     plan = plan_script_snapshot(tmp_path / "entry.py", runs_dir=tmp_path / "runs")
     assert len(plan.files) == 2_000
-    assert plan.left_out is not None
-    assert plan.left_out.files == 2
+    assert str(plan.left_out).startswith("2 files, ")
 
 
 def test_a_key_beside_a_script_is_named_and_left_out(tmp_path: Path) -> None:
