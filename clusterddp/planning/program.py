@@ -214,8 +214,8 @@ def _code_snapshot(
             return None, (
                 f"{snapshot.root} is in no git repository, where a snapshot takes {_SCRIPT_LIMITS}, and would lack "
                 f"{snapshot.left_out}: the script runs where it lies, and ranks that start after an edit run the new "
-                "code; for a snapshot run git init there with the data in .gitignore, or move the script to a directory "
-                "of its own",
+                "code; for a snapshot run git init there with the data in .gitignore, or move the script to a "
+                "directory of its own",
             )
     if snapshot is None:
         what = "command" if job.entry and job.entry.command else "module"

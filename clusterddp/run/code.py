@@ -81,14 +81,12 @@ def list_git_files(root: Path, environ: Mapping[str, str]) -> list[str]:
 
 
 def list_ignored(root: Path, environ: Mapping[str, str]) -> list[str]:
-    """List what git ignores; sorted, relative to `root`. A directory without a tracked file is one name, with `/`."""
+    """List what git ignores; sorted, relative to `root`. A directory without a tracked file is one name, with `/`.
+
+    Of some directories git lists the files, too.
+    """
     arguments = ["ls-files", "-z", "--others", "--ignored", "--exclude-standard", "--directory"]
-    names = sorted({os.fsdecode(name) for name in run_git(arguments, root, environ).split(b"\0") if name})
-    kept: list[str] = []
-    for name in names:  # git lists the files of some directories beside the directory
-        if not (kept and kept[-1].endswith("/") and name.startswith(kept[-1])):
-            kept.append(name)
-    return kept
+    return sorted({os.fsdecode(name) for name in run_git(arguments, root, environ).split(b"\0") if name})
 
 
 def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object] | None:
@@ -282,18 +280,17 @@ def _plan_files(
     root: Path, measured: _Measured, *, ignored: tuple[str, ...] = (), unlinked: tuple[str, ...] = ()
 ) -> SnapshotPlan:
     """Plan the snapshot of all the files of a repository."""
-    total, largest = sum(measured.sizes.values()), _largest(measured.sizes)
+    total = sum(measured.sizes.values())
     if total > MAX_BYTES:
         raise ClusterddpError(
             f"{root}: the snapshot of the code would hold {total / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f} MB; "
-            f"largest: {', '.join(largest)}",
+            f"largest: {', '.join(_largest(measured.sizes))}",
             hint="let .gitignore leave out what is no code, or write `snapshot: false` in the spec",
         )
-    files = tuple(measured.sizes)
     return SnapshotPlan(
         source="git",
         root=root,
-        files=files,
+        files=tuple(measured.sizes),
         total_bytes=total,
         notes=measured.notes,
         ignored=ignored,
@@ -355,7 +352,8 @@ def _list_linked(
         if _may_be_needed(root, name, places):
             path = Path(name)
             by_folder[str(path.parent)].append(str(path))
-    visible = {folder for name in files if not _is_hidden(name) for folder in _parents(name)}
+    shown = [Path(name) for name in files if not Path(name).name.startswith(".")]
+    visible = {str(folder) for path in shown for folder in path.parents}
     names: list[str] = []
     unlinked: list[str] = []
     for folder, ignored in sorted(by_folder.items(), key=lambda item: (len(item[1]), item[0])):
@@ -370,17 +368,9 @@ def _list_linked(
 
 def _may_be_needed(root: Path, name: str, places: tuple[Path, ...]) -> bool:
     path = root / name
-    if any(path.is_relative_to(place) for place in places) or not all(map(_is_wanted, Path(name).parts)):
+    if _below(path, places) or not all(map(_is_wanted, Path(name).parts)):
         return False
     return not name.endswith("/") or (_is_wanted_directory(path) and not list_places(path))
-
-
-def _is_hidden(name: str) -> bool:
-    return Path(name).name.startswith(".")
-
-
-def _parents(name: str) -> list[str]:
-    return [str(parent) for parent in Path(name).parents][:-1]
 
 
 def _outermost(names: list[str]) -> tuple[str, ...]:
