@@ -25,7 +25,7 @@ from clusterddp.run.stop import confirm_stop, looking_at, record_question
 from clusterddp.script.place import find_assignment, find_store, is_first_rank, say
 from clusterddp.system.files import read_json
 from clusterddp.system.storage import set_storage_timeout
-from clusterddp.train.checkpoint import Writer, decode, read_newest
+from clusterddp.train.checkpoint import Writer, read_newest_on_all
 
 if TYPE_CHECKING:
     from clusterddp.train.group import Group, LateMaximum
@@ -112,11 +112,7 @@ class _Session:
         return group
 
     def load(self, map_location: Any) -> dict[str, Any] | None:
-        from clusterddp.train.group import broadcast_bytes
-
-        newest = read_newest(find_store(), say) if self._group.rank == 0 else None
-        data = broadcast_bytes(None if newest is None else newest[1], self._group)
-        return None if data is None else decode(data, map_location)
+        return read_newest_on_all(find_store(), self._group, say, map_location)[1]
 
     def due(self, step: int, every: int | None, every_s: float | None) -> bool:
         if self._writer is not None:

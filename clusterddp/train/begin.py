@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import socket
 from collections.abc import Callable
@@ -15,7 +14,7 @@ from torch import nn
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.spec.train import TrainSpec
-from clusterddp.train.checkpoint import Store, Writer, decode, read_newest
+from clusterddp.train.checkpoint import Store, Writer, read_newest_on_all
 from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.evaluate import Ema
 from clusterddp.train.exchange import build_exchange
@@ -25,10 +24,9 @@ from clusterddp.train.forward import (
     is_compiled,
     lack_of_bf16,
     place_model,
-    time_precisions,
     wrap_forward,
 )
-from clusterddp.train.group import Group, StopAgreement, broadcast_bytes, gather_on_first, min_over_ranks
+from clusterddp.train.group import Group, StopAgreement, gather_on_first, min_over_ranks
 from clusterddp.train.host import ComputeSlot
 from clusterddp.train.models.resnet import has_large_stem
 from clusterddp.train.optim import Muon, Schedule, build_optimizer, plan_schedule
@@ -83,7 +81,7 @@ def begin(setting: Setting) -> TrainState:
     What an earlier attempt measured and decided stands, so that the run resumes to the same bits.
     """
     spec, group, schedule = setting.spec, setting.group, setting.schedule
-    file, saved = _read_newest(setting)
+    file, saved = read_newest_on_all(setting.store, group, setting.reporter.log)
     model = place_model(spec, setting.dataset, group)
     precision = settle_precision(saved, model, setting)
     optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))
@@ -119,13 +117,7 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
     if saved is not None:
         chosen: str = saved["precision"]
         return chosen
-
-    def time_trial(*trial: Any) -> tuple[float, float]:
-        """Time it on one rank of each host: the others have the same processor, and would share it."""
-        is_first = not setting.group.host_ranks or setting.group.host_index == 0
-        return time_precisions(*trial) if is_first else (math.inf, 1.0)
-
-    precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group, time_trial=time_trial)
+    precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group)
     setting.reporter.log(f"precision auto: {precision}, {why}")
     return precision
 
@@ -209,14 +201,6 @@ def _spell_failure(error: Exception) -> str:
     line = next((line.strip() for line in str(error).splitlines() if line.strip()), "")
     obstacle = find_compile_obstacle(os.environ)
     return f"{type(error).__name__}: {line}" + (f" ({obstacle})" if obstacle else "")
-
-
-def _read_newest(setting: Setting) -> tuple[str | None, dict[str, Any] | None]:
-    """Read the newest valid checkpoint and its file's name; only rank 0 reads, so no disk need be shared."""
-    group = setting.group
-    newest = read_newest(setting.store, setting.reporter.log) if group.is_first else None
-    data = broadcast_bytes(None if newest is None else newest[1], group)
-    return None if newest is None else newest[0].file, None if data is None else decode(data)
 
 
 def _resume(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:

@@ -20,13 +20,16 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, refuse_if_stale
 from clusterddp.system.files import write_bytes
 from clusterddp.system.storage import retry_outage
 from clusterddp.wire import read_object
+
+if TYPE_CHECKING:
+    from clusterddp.train.group import Group
 
 _WAIT_AFTER_ERROR_S = 10.0
 _GENERATION = re.compile(r"step-\d{8,}-a(?P<attempt>\d+)")
@@ -174,6 +177,20 @@ def read_newest(store: Store, report: Callable[[str], None]) -> tuple[Manifest, 
         except (OSError, ClusterddpError) as error:
             report(f"the checkpoint {path.name} is not valid and is passed over: {error}")
     return None
+
+
+def read_newest_on_all(
+    store: Store, group: Group, report: Callable[[str], None], map_location: Any = "cpu"
+) -> tuple[str | None, dict[str, Any] | None]:
+    """Return the newest valid checkpoint, the same on every rank, and on rank 0 its file's name.
+
+    Only rank 0 reads, so no disk need be shared.
+    """
+    from clusterddp.train.group import broadcast_bytes
+
+    newest = read_newest(store, report) if group.is_first else None
+    data = broadcast_bytes(None if newest is None else newest[1], group)
+    return None if newest is None else newest[0].file, None if data is None else decode(data, map_location)
 
 
 def newest_manifest(store: Store) -> Manifest | None:

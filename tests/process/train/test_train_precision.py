@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,8 @@ def chosen_where(group: Group, seconds: list[tuple[float, float]], able: list[bo
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: able[group.rank])
         patch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: False)
-        return choose_precision(spec, model, dataset, group, time_trial=lambda *_: seconds[group.rank])
+        apart = dataclasses.replace(group, host_ranks=())  # each rank has a processor of its own
+        return choose_precision(spec, model, dataset, apart, time_trial=lambda *_: seconds[group.rank])
 
 
 def test_bf16_that_pays_on_every_rank_is_taken(gang: Gang) -> None:
