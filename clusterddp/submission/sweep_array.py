@@ -12,7 +12,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variables_for
 from clusterddp.places.slurm.queue import Slurm
-from clusterddp.places.slurm.state import cancel_job, wait_for_job
+from clusterddp.places.slurm.state import scancel, wait_for_job
 from clusterddp.places.state import announce, read_state
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
@@ -137,7 +137,7 @@ def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
         job = wait_for_job(first, record, environ, num_looks=3)
         if job is not None:
             whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
-            cancel_job(record.name, record, whole, environ)
+            scancel(record.name, record, whole, environ)
     remove_directory(sweep.path)
 
 

@@ -15,8 +15,9 @@ from tests.support.paths import JOBS
 
 def printed_by_slurm() -> Iterator[Target]:
     from clusterddp.network.hostlist import expand
-    from clusterddp.places.slurm import cluster, control, explain, first_spec, queue
+    from clusterddp.places.slurm import cluster, explain, first_spec, queue
     from clusterddp.places.slurm import cluster as partitions
+    from clusterddp.places.slurm import commands as control
     from clusterddp.places.slurm import queue as jobs
 
     tag = "0" * 20

@@ -27,8 +27,7 @@ from types import FrameType
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
-from clusterddp.places.slurm.commands import run_slurm
-from clusterddp.places.slurm.control import END_TIME, read_time_left_s, show_job
+from clusterddp.places.slurm.commands import END_TIME, read_time_left_s, run_slurm, show_job
 from clusterddp.places.slurm.state import find_job
 from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
 from clusterddp.run.attempts import (

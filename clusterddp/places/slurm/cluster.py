@@ -10,8 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from clusterddp.errors import PreflightError, SlurmError
-from clusterddp.places.slurm.commands import run_slurm
-from clusterddp.places.slurm.control import read_duration_s
+from clusterddp.places.slurm.commands import read_duration_s, run_slurm
 
 SEPARATOR = "\x1f"
 """No name or reason contains it, unlike the bar and the space."""

@@ -17,8 +17,15 @@ from clusterddp.errors import SlurmError
 from clusterddp.node.head import Intent
 from clusterddp.node.link import Clock
 from clusterddp.node.log import log_line
-from clusterddp.places.slurm.commands import slurm_environment
-from clusterddp.places.slurm.control import END_TIME, KILL_WAIT_S, JobNow, read_job, read_kill_wait_s, read_time_left_s
+from clusterddp.places.slurm.commands import (
+    END_TIME,
+    KILL_WAIT_S,
+    JobNow,
+    read_job,
+    read_kill_wait_s,
+    read_time_left_s,
+    slurm_environment,
+)
 from clusterddp.run.supervisors import JobOrder
 
 _ASK_AGAIN_S = 10.0

@@ -22,10 +22,9 @@ from clusterddp.places.slurm.explain import advise_refusal
 from clusterddp.places.slurm.queue import Phase, Slurm
 from clusterddp.places.slurm.state import (
     ask_slurm,
-    cancel_job,
     find_job,
     is_over,
-    signal_batch,
+    scancel,
     wait_for_end,
     wait_for_job,
 )
@@ -107,7 +106,7 @@ class SlurmLauncher(Launcher):
             job = find_job(run, record, self._environ)
             if job is None or is_over(job):
                 return False
-            cancel_job(record.name, record, job, self._environ)
+            scancel(record.name, record, job, self._environ)
         except SlurmError as error:
             if not error.transient:
                 raise
@@ -118,7 +117,7 @@ class SlurmLauncher(Launcher):
         """Signal the job's batch process: over a slow file system it may see the STOP file late."""
         job = find_job(run, record, self._environ)
         if job is not None and not is_over(job):
-            signal_batch(record.name, record, job, self._environ)
+            scancel(record.name, record, job, self._environ, "--batch", "--signal=USR2")
 
     def exec_argv(
         self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
@@ -169,7 +168,7 @@ class SlurmLauncher(Launcher):
         job = wait_for_end(run, record, self._environ, 5.0)
         if job is None or is_over(job):
             return 0
-        cancel_job(record.name, record, job, self._environ)
+        scancel(record.name, record, job, self._environ)
         job = wait_for_end(run, record, self._environ, _END_TIMEOUT_S)
         if job is not None and not is_over(job):
             raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
@@ -228,7 +227,7 @@ def withdraw_job(run: RunDir, environ: Mapping[str, str]) -> str:
         job = wait_for_job(run, record, environ, num_looks=3)
         if job is None:
             return "Slurm has no job of this run"
-        cancel_job(record.name, record, job, environ)
+        scancel(record.name, record, job, environ)
     except SlurmError as error:
         return f"Slurm may have a job of this run ({error.message}); that job would start nothing"
     finally:

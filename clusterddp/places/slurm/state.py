@@ -259,24 +259,16 @@ def wait_for_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], tim
     return job
 
 
-def cancel_job(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
-    """Cancel a job if it still has this name: Slurm may have reused its id for another user's job.
+def scancel(name: str, record: RunRecord, job: Job, environ: Mapping[str, str], *options: str) -> None:
+    """Cancel a job, or signal it, if it still has this name: Slurm may have reused its id for another user's job.
 
     "Invalid job id" is no error here: the job may have ended since. A busy controller can give that answer for a job
     that exists; the caller waits for the end of the job and so detects it.
     """
+    assert record.job_tag is not None
+    only = [f"--user={pwd.getpwuid(os.getuid()).pw_name}", f"--name={job_name(name, record.job_tag)}"]
     try:
-        run_slurm(["scancel", *_only(name, record), job.job_id], environ=environ)
+        run_slurm(["scancel", *only, *options, job.job_id], environ=environ)
     except SlurmError as error:
         if error.reason != "unknown job":
             raise
-
-
-def signal_batch(name: str, record: RunRecord, job: Job, environ: Mapping[str, str]) -> None:
-    """Send SIGUSR2 to a job's batch process only, which asks the run to checkpoint and stop."""
-    run_slurm(["scancel", *_only(name, record), "--batch", "--signal=USR2", job.job_id], environ=environ)
-
-
-def _only(name: str, record: RunRecord) -> list[str]:
-    assert record.job_tag is not None
-    return [f"--user={pwd.getpwuid(os.getuid()).pw_name}", f"--name={job_name(name, record.job_tag)}"]

@@ -10,7 +10,7 @@ from clusterddp.node.attempt import Attempt, Restarts
 from clusterddp.node.head import Intent, JoinedNodes
 from clusterddp.node.link import Clock
 from clusterddp.node.rank_network import choose_address
-from clusterddp.places.slurm.control import JobNow, read_duration_s, read_kill_wait_s, read_time_left_s
+from clusterddp.places.slurm.commands import JobNow, read_duration_s, read_kill_wait_s, read_time_left_s
 from clusterddp.places.slurm.job_watch import PATIENCE_S, Allocation, Answer, SlurmJobWatch
 from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
@@ -23,7 +23,7 @@ SHOWN = (
     " StartTime=2026-11-21T11:20:00 EndTime=2026-11-21T11:30:00 PreemptTime=None SuspendTime=None"
 )
 SLURM = JobOrder(job_id="2", restart_count=1, used_restarts=0, job_tag=None, heads=("node1",))
-RUNNING = JobNow(name="a", state="RUNNING", reason="None", restarts=1, preempted=False)
+RUNNING = JobNow(state="RUNNING", reason="None", restarts=1, preempted=False)
 
 
 class Controller:
@@ -64,7 +64,7 @@ def after_term(job):
 
 
 def job(**changes):
-    facts = {"name": "a", "state": "COMPLETING", "reason": "None", "restarts": 1, "preempted": False}
+    facts = {"state": "COMPLETING", "reason": "None", "restarts": 1, "preempted": False}
     return JobNow(**facts | changes)
 
 

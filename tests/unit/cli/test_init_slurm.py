@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from clusterddp.places.slurm.cluster import Association, Cluster, Partition, User, parse_gpus, read_cluster
-from clusterddp.places.slurm.control import read_duration_s
+from clusterddp.places.slurm.commands import read_duration_s
 from clusterddp.places.slurm.first_spec import fill_in
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
