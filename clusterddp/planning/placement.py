@@ -16,6 +16,7 @@ from clusterddp.errors import PreflightError, UsageError
 from clusterddp.run.gang import Node
 from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpus
 from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, spell_busy
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.planning.program import Trial
@@ -227,11 +228,11 @@ def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
     if total <= len(machine.gpus):
         return wanted, []
     if job.device == "auto" and resources.gpus_per_node is None:
-        few = f"{_count(total, 'rank')} on the CPU: this machine shows {_count(len(machine.gpus), 'GPU')}"
+        few = f"{format_count(total, 'rank')} on the CPU: this machine shows {format_count(len(machine.gpus), 'GPU')}"
         return 0, [few] if machine.gpus else []
+    asked = f"{format_count(resources.nodes, 'node')} x {format_count(wanted, 'GPU')} = {format_count(total, 'GPU')}"
     raise PreflightError(
-        f"{job.name} asks for {_count(resources.nodes, 'node')} x {_count(wanted, 'GPU')} = {_count(total, 'GPU')} "
-        f"on one machine; this machine shows {len(machine.gpus)}",
+        f"{job.name} asks for {asked} on one machine; this machine shows {len(machine.gpus)}",
         hint=CPU_HINT,
     )
 
@@ -241,7 +242,7 @@ def free_gpus(name: str, wanted: int, machine: Machine) -> tuple[str, ...]:
     free = tuple(gpu for gpu in machine.gpus if gpu not in machine.busy)
     if len(free) < wanted:
         raise GpusInUseError(
-            f"{name} needs {_count(wanted, 'GPU')}, and {len(free)} of {len(machine.gpus)} on this machine "
+            f"{name} needs {format_count(wanted, 'GPU')}, and {len(free)} of {len(machine.gpus)} on this machine "
             f"{'is' if len(free) == 1 else 'are'} free: {spell_busy(machine.busy)}",
             hint=f"submit it when they are free; {CPU_HINT}",
         )
@@ -270,12 +271,12 @@ def _threads_per_rank(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
     world_size = job.resources.world_size
     share = max(1, machine.num_cores // world_size)
     asked = job.resources.cpus_per_task
-    ranks, cores = _count(world_size, "rank"), _count(machine.num_cores, "core")
+    ranks, cores = format_count(world_size, "rank"), format_count(machine.num_cores, "core")
     if asked is None or asked <= share:
         crowded = world_size > _CROWD * machine.num_cores
         return asked or share, [f"{ranks} share {cores} here: each step waits for all of them"] if crowded else []
     return share, [
-        f"resources.cpus_per_task is {asked}, and {ranks} share {cores} here: {_count(share, 'thread')} each"
+        f"resources.cpus_per_task is {asked}, and {ranks} share {cores} here: {format_count(share, 'thread')} each"
     ]
 
 
@@ -285,7 +286,7 @@ def _backend(job: JobSpec, gpus_per_node: int, num_visible: int) -> Literal["glo
     if not gpus_per_node:
         raise PreflightError(
             f"{job.name}: network.backend nccl needs GPUs; this machine shows {num_visible} for "
-            f"{_count(job.resources.world_size, 'rank')}",
+            f"{format_count(job.resources.world_size, 'rank')}",
             hint="network.backend=auto takes gloo on the CPU",
         )
     return "nccl"
@@ -301,7 +302,3 @@ def _interface(job: JobSpec, machine: Machine) -> str:
             hint="network.interface=auto takes the loopback when all nodes are on one machine",
         )
     return job.network.interface
-
-
-def _count(number: int, thing: str) -> str:
-    return f"{number} {thing}" if number == 1 else f"{number} {thing}s"

@@ -144,7 +144,7 @@ def carry(carried: Carried, signals: Signals) -> int:
     log_size_before = log.stat().st_size if log.exists() else 0
     srun_end = None if signals.ended else _run_srun(carried, attempt, log)
     _wait_for_storage(carried, attempt)
-    if is_superseded(run, attempt):
+    if later_claimed(run, attempt.number) is not None:
         return 1
     _wait_for_end(run)
     # Child processes inherit it: Slurm's commands must survive the SIGTERM that the whole job receives.
@@ -196,7 +196,7 @@ def _wait_for_srun(srun: subprocess.Popen[bytes], run: RunDir, attempt: AttemptD
 def _srun_timeout_s(run: RunDir, attempt: AttemptDir) -> float:
     """Return how long srun may still run; infinity while the ranks run or the run directory cannot be read."""
     try:
-        if is_superseded(run, attempt):
+        if later_claimed(run, attempt.number) is not None:
             return _SRUN_TIMEOUT_S
         end = _settled_end(run)
     except (ClusterddpError, OSError):
@@ -496,11 +496,6 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
             if _write_claim(attempt, start) and read_end(attempt) is None:
                 return attempt
     raise ClusterddpError(f"{run.path}: other starts of the job claimed the attempt {_MAX_ROUNDS} times")
-
-
-def is_superseded(run: RunDir, attempt: AttemptDir) -> bool:
-    """Say whether another start of the job has claimed a later attempt."""
-    return later_claimed(run, attempt.number) is not None
 
 
 def _write_claim(attempt: AttemptDir, start: JobStart) -> bool:

@@ -5,11 +5,11 @@ Source of the words: squeue(1), "JOB REASON CODES"; slurm, src/common/slurm_prot
 
 from __future__ import annotations
 
-import pwd
 import re
 import time
 
 from clusterddp.places.slurm.queue import Job
+from clusterddp.system.gpu_lease import user_name
 
 _WAITS = {
     "resources": "for nodes to become free",
@@ -145,7 +145,7 @@ def explain_end(job: Job) -> str:
     if job.state == "CANCELLED":
         text = f"job {job.job_id} was cancelled"
         if job.cancelled_by is not None:
-            text += f" by {_user(job.cancelled_by)}"
+            text += f" by {user_name(job.cancelled_by)}"
     else:
         text = f"job {job.job_id} ended: {job.state}"
         if job.state in _ENDS:
@@ -185,10 +185,3 @@ def _when(moment: float, now: float) -> str:
     """`at 14:05` within a day, `on 2026-11-22 at 14:05` later."""
     form = "at %H:%M" if moment - now < 20 * 3600 else "on %Y-%m-%d at %H:%M"
     return time.strftime(form, time.localtime(moment))
-
-
-def _user(uid: int) -> str:
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except KeyError:
-        return f"uid {uid}"

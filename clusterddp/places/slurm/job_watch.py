@@ -209,7 +209,11 @@ class Allocation:
         if question is not None and question.pid in exits:
             self._question = None
             out, err = question.read()
-            self._answer = _parse_answer(out, err, question.begun)
+            asked = question.begun
+            try:
+                self._answer = Answer(job=read_job(out), asked=asked, time_left_s=read_time_left_s(out))
+            except SlurmError as error:
+                self._answer = Answer(job=None, asked=asked, error=" ".join(err.split()) or error.message)
 
     def take(self) -> Answer | None:
         """Return the answer to the last question, once."""
@@ -264,10 +268,3 @@ class _Command:
         for stream in (self._process.stdout, self._process.stderr):
             if stream:
                 stream.close()
-
-
-def _parse_answer(out: str, err: str, asked: float) -> Answer:
-    try:
-        return Answer(job=read_job(out), asked=asked, time_left_s=read_time_left_s(out))
-    except SlurmError as error:
-        return Answer(job=None, asked=asked, error=" ".join(err.split()) or error.message)

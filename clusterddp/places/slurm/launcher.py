@@ -195,7 +195,12 @@ def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, kee
     the variables and secrets of the earlier submit and waits for none of its dependencies.
     Raises: SlurmError: Slurm refused the job. `transient`: it is unknown whether Slurm has the job.
     """
-    plan = _plan_from(run, attempt, waits=not keep_variables)
+    plan = read_plan(run)
+    assert plan.slurm is not None
+    if keep_variables:
+        options = without_waiting(plan.slurm.sbatch_options)
+        plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
+    plan = move_plan(plan, run.path, attempt)
     if not keep_variables:
         write_variables(run, plan, environ)
     tag = job_tag(plan.token, attempt)
@@ -290,15 +295,6 @@ def _adopt(run: RunDir, record: RunRecord, environ: Mapping[str, str], error: Sl
         raise SlurmError(f"{name} was not submitted: {error.message}", hint=hint, transient=False) from error
     log_event(run, "adopted", job_id=job.job_id, sbatch=error.message)
     return job.job_id
-
-
-def _plan_from(run: RunDir, attempt: int, *, waits: bool) -> Plan:
-    plan = read_plan(run)
-    assert plan.slurm is not None
-    if not waits:
-        options = without_waiting(plan.slurm.sbatch_options)
-        plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
-    return move_plan(plan, run.path, attempt)
 
 
 def _is_elsewhere(plan: Plan, data_dir: Path) -> bool:

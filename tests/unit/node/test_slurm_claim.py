@@ -7,8 +7,8 @@ import os
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.places.slurm.batch import Carried, JobStart, claim_attempt, is_superseded
-from clusterddp.run.attempts import AttemptEnd, make_attempt, read_end, write_end
+from clusterddp.places.slurm.batch import Carried, JobStart, claim_attempt
+from clusterddp.run.attempts import AttemptEnd, later_claimed, make_attempt, read_end, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name, job_tag
 from clusterddp.run.record import RunRecord, write_run
@@ -113,9 +113,9 @@ def test_a_run_that_was_cancelled_while_it_waited_is_not_started(run):
 
 def test_an_attempt_is_superseded_by_the_claim_of_a_later_one(run):
     first = claim_attempt(carried(run))
-    before = is_superseded(run, first)
+    before = later_claimed(run, first.number)
     claim_attempt(carried(run, restart_count=1))
-    assert (before, is_superseded(run, first)) == (False, True)
+    assert (before, later_claimed(run, first.number)) == (None, 1)
 
 
 def test_a_job_that_was_given_up_does_not_carry_the_run():
