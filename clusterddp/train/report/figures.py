@@ -12,6 +12,7 @@ import resource
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -218,25 +219,20 @@ class Meter:
         means = (losses[: window.steps] / group.world_size).tolist()
         _check_finite(means, norm.item(), last_step=last_step)
         seconds = time.perf_counter() - window.began
-        totals = self._sum_up(numbers.view_as(rows).tolist(), times.steps_ms, bytes_per_step)
-        return WindowFigures(loss=sum(means) / len(means), hits=hits.item(), seconds=seconds, totals=totals)
-
-    def _sum_up(self, ranks: list[list[float]], steps_ms: list[float], bytes_per_step: float) -> Totals:
-        """Make a window's totals of each rank's numbers (as `read` lists them) and this rank's steps."""
-        busy_ms, sums_ms, data_ms, exposed_ms, memory_mb = (list(column) for column in zip(*ranks, strict=True))
+        columns = zip(*numbers.view_as(rows).tolist(), strict=True)
+        busy_ms, sums_ms, data_ms, exposed_ms, memory_mb = (list(column) for column in columns)
+        steps = len(times.steps_ms)
         totals = Totals(
-            steps=len(steps_ms),
+            steps=steps,
             steps_ms=sum(sums_ms),
             data_ms=sum(data_ms),
             exposed_ms=sum(exposed_ms),
             memory_mb=max(memory_mb),
-            bytes_sent=bytes_per_step * len(steps_ms),
-            spread=spread_of(busy_ms) * len(steps_ms),
+            bytes_sent=bytes_per_step * steps,
+            spread=spread_of(busy_ms) * steps,
+            bins=dict(Counter(round(math.log(max(step_ms, 1e-6)) / _BIN) for step_ms in times.steps_ms)),
         )
-        for step_ms in steps_ms:
-            key = round(math.log(max(step_ms, 1e-6)) / _BIN)
-            totals.bins[key] = totals.bins.get(key, 0) + 1
-        return totals
+        return WindowFigures(loss=sum(means) / len(means), hits=hits.item(), seconds=seconds, totals=totals)
 
 
 def spread_of(busy_ms: list[float]) -> float:
