@@ -15,20 +15,16 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import UsageError
-from clusterddp.importing.shell import Text, as_written, is_fixed
+from clusterddp.importing.options import Word
 from clusterddp.ranks.environment import PLACE_VARIABLES
 from clusterddp.spec import tree
 from clusterddp.spec.fields import MAX_RANKS
 from clusterddp.spec.hosts import read_hostfile
-from clusterddp.spec.secret_values import is_secret
+from clusterddp.spec.secret_values import hide_secret_arguments, is_secret
 
 Fate = Literal["lost", "before", "ours"]
 """lost: the spec cannot express it; before: the user does it before a submit; ours: clusterddp does it itself."""
 
-_SET_ANYWAY = {
-    "OMP_NUM_THREADS": "resources.cpus_per_task sets it",
-    "PYTHONUNBUFFERED": "it is always set",
-}
 _PASSED_ON = re.compile(r"PATH|PYTHON[A-Z]*|LD_LIBRARY_PATH|CUDA_HOME|CONDA_[A-Z_]*|LIBRARY_PATH|CPATH|MODULEPATH")
 _SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z0-9_]+)=(\S+)")
 
@@ -65,29 +61,35 @@ class Findings:
 
     def lose(self, text: str, why: str, line: int | None = None, *, fate: Fate = "lost") -> None:
         """List a part of the file that the spec cannot express."""
-        self.left.append(Left(fate=fate, text=_SECRET_VALUE.sub(_masked, text), why=why, source=self.source, line=line))
+        text = str(hide_secret_arguments({"command": _SECRET_VALUE.sub(_masked, text)})["command"])
+        self.left.append(Left(fate=fate, text=text, why=why, source=self.source, line=line))
 
 
-def set_variable(name: str, value: Text, findings: Findings, line: int | None) -> None:
-    """Put a variable into the spec's env, or list why not; the value of a secret is never written."""
-    text = f"export {name}={as_written(value.text)}"
+def set_variable(name: str, value: Word, findings: Findings, line: int | None, *, cores: int | None = None) -> bool:
+    """Put a variable into the spec's env, or list why not; False: only a shell knows its value.
+
+    The value of a secret is never written. `cores`: those of a rank, which OMP_NUM_THREADS is without a setting.
+    """
+    text = f"export {name}={value.text}"
     if is_secret(name, value.text):
-        text = f"export {name}=..."
         secrets = findings.values.setdefault("secrets", [])
-        if name not in secrets and re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):
+        if name not in secrets:
             secrets.append(name)
-        findings.lose(text, f"a secret: its value is not stored; export {name} where you submit", line, fate="before")
+        why = f"a secret: its value is not stored; export {name} where you submit"
+        findings.lose(f"export {name}=...", why, line, fate="before")
     elif name in PLACE_VARIABLES or name.startswith("TORCHELASTIC_"):
         findings.lose(text, "clusterddp sets it for each rank", line, fate="ours")
-    elif name in _SET_ANYWAY and (not is_fixed(value) or name != "OMP_NUM_THREADS"):
-        findings.lose(text, _SET_ANYWAY[name], line, fate="ours")
-    elif is_fixed(value):
+    elif name == "PYTHONUNBUFFERED":
+        findings.lose(text, "it is always set", line, fate="ours")
+    elif name == "OMP_NUM_THREADS" and value.text == str(cores):
+        findings.lose(text, "resources.cpus_per_task sets it", line, fate="ours")
+    elif not value.computed:
         findings.values.setdefault("env", {})[name] = value.text
     elif _PASSED_ON.fullmatch(name):
         findings.lose(text, "in the shell that submits: this variable is passed on", line, fate="before")
     else:
-        unknown = ", ".join(dict.fromkeys(value.unknown)) or "the rank"
-        findings.lose(text, f"only the shell of the job knows {unknown}; env takes fixed values", line)
+        return False
+    return True
 
 
 def _masked(match: re.Match[str]) -> str:
@@ -156,10 +158,10 @@ def read_env_file(text: str, findings: Findings) -> None:
         name, equals, value = line.strip().removeprefix("export ").partition("=")
         if not line.strip() or line.lstrip().startswith("#"):
             continue
-        if not equals or not name.isidentifier():
+        if equals and name.isascii() and name.isidentifier():
+            set_variable(name, Word(value), findings, number)
+        else:
             findings.lose(line, "expected NAME=value", number)
-            continue
-        set_variable(name, Text(value), findings, number)
 
 
 def read_values(node: tree.Node) -> Any:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.importing.command import SBATCH, Option, take_options
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.importing.files import Findings
-from clusterddp.importing.shell import Text
+from clusterddp.importing.options import SBATCH, Option, Word, take_options
 from clusterddp.network.hostlist import MAX_HOSTS, count
 
 SIZES = frozenset(
@@ -69,19 +69,15 @@ class Sizes:
     cpus_per_task: int | None
     gpus_per_node: int | None
 
-    @property
-    def as_variables(self) -> dict[str, str]:
-        """Return the variables that Slurm would set for it."""
-        facts: dict[str, int | None] = {
+    def as_variables(self, given: GivenOptions) -> dict[str, str]:
+        """Return the variables that Slurm sets for such options, where each has one value on all nodes."""
+        facts = {
             "SLURM_NNODES": self.nodes,
             "SLURM_JOB_NUM_NODES": self.nodes,
-            "SLURM_NTASKS": self.nodes * self.tasks_per_node,
-            "SLURM_NPROCS": self.nodes * self.tasks_per_node,
-            "SLURM_NTASKS_PER_NODE": self.tasks_per_node,
-            "SLURM_TASKS_PER_NODE": self.tasks_per_node,
-            "SLURM_CPUS_PER_TASK": self.cpus_per_task,
+            "SLURM_NTASKS": self.nodes * self.tasks_per_node if "ntasks" in given else None,
+            "SLURM_NTASKS_PER_NODE": given.number("ntasks_per_node"),
+            "SLURM_CPUS_PER_TASK": given.number("cpus_per_task"),
             "SLURM_GPUS_ON_NODE": self.gpus_per_node,
-            "SLURM_GPUS_PER_NODE": self.gpus_per_node,
         }
         return {name: str(number) for name, number in facts.items() if number is not None}
 
@@ -103,12 +99,18 @@ def read_sbatch_lines(text: str, findings: Findings) -> GivenOptions:
         if not in_force:
             findings.lose(line, "sbatch ignores it: it is after the first command of the script", number)
             continue
-        options, rest = take_options(list(_split_line(line.removeprefix(_MARK))), SBATCH)
+        try:
+            options, rest = take_options(list(_split_line(line.removeprefix(_MARK))), SBATCH)
+        except UsageError as error:
+            raise UsageError(f"{findings.source}:{number}: {error.message}", hint=error.hint) from error
         for word in rest:
             findings.lose(f"{_MARK} ... {word.text}", "not an option of sbatch", number)
         for option in options:
-            if option.name in given:
-                earlier = given[option.name]
+            earlier = given.get(option.name)
+            if option.name == "mail_type" and earlier and earlier.option.value and option.value:
+                both = Word(f"{earlier.option.value.text},{option.value.text}")  # Slurm adds them up
+                option = dataclasses.replace(option, value=both)  # noqa: PLW2901
+            elif earlier:
                 findings.lose(earlier.option.text, f"replaced in line {number}", earlier.line)
             given[option.name] = Given(option=option, line=number)
     return given
@@ -154,18 +156,18 @@ def set_sizes(given: GivenOptions, sizes: Sizes, ranks_per_node: int, findings: 
         findings.lose(entry.option.text, why, entry.line)
     if ranks_per_node != (sizes.gpus_per_node or 1):
         findings.set("resources.procs_per_node", ranks_per_node)
-    if sizes.cpus_per_task is not None:
+    if sizes.cpus_per_task is not None or ranks_per_node < sizes.tasks_per_node:
         _set_cores(given, sizes, ranks_per_node, findings)
     _set_gpu_options(given, sizes, ranks_per_node, findings, counted=fits)
 
 
 def _set_cores(given: GivenOptions, sizes: Sizes, ranks_per_node: int, findings: Findings) -> None:
-    assert sizes.cpus_per_task is not None
-    on_node = sizes.cpus_per_task * sizes.tasks_per_node
+    on_node = (sizes.cpus_per_task or 1) * sizes.tasks_per_node  # Slurm gives each task one core at least
     each, rest = divmod(on_node, ranks_per_node)
     findings.set("resources.cpus_per_task", max(1, each))
     if rest or not each:
-        entry = given.get("cpus_per_task") or given["cpus_per_gpu"]
+        names = ("cpus_per_task", "cpus_per_gpu", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "ntasks")
+        entry = next(given[name] for name in names if name in given)
         why = f"{on_node} cores on a node for {ranks_per_node} ranks: {max(1, each)} for each"
         findings.lose(entry.option.text, why, entry.line)
 
@@ -240,7 +242,7 @@ def _gpus_per_node(given: GivenOptions, nodes: int | None) -> int | None:
     return math.ceil(total / (nodes or 1)) if total is not None else None
 
 
-def _split_line(text: str) -> Iterator[Text]:
+def _split_line(text: str) -> Iterator[Word]:
     """Split at blanks as sbatch does: quotes keep words together, an unquoted # begins a comment."""
     word: str | None = None
     for match in re.finditer(r"\\(.)|\"([^\"]*)(?:\"|$)|'([^']*)(?:'|$)|(#)|(\s+)|(.)", text, re.DOTALL):
@@ -248,9 +250,9 @@ def _split_line(text: str) -> Iterator[Text]:
             break
         if match[5]:
             if word is not None:
-                yield Text(word)
+                yield Word(word)
             word = None
             continue
         word = (word or "") + (match[1] or match[2] or match[3] or match[6] or "")
     if word is not None:
-        yield Text(word)
+        yield Word(word)

@@ -1,21 +1,168 @@
-"""What the line that starts the ranks says: nodes, ranks on each, hosts, and the options of launch programs."""
+"""The line that trains: its launch programs (srun, torchrun ...), and the nodes, ranks and hosts that they start."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Literal, NoReturn
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.importing.command import STARTS_RANKS, Command, Level, Option, words
 from clusterddp.importing.files import Findings, Host, list_hosts, set_variable
 from clusterddp.importing.job import GPU_SIZES, SIZES, Given, GivenOptions, Sizes
-from clusterddp.importing.shell import Text, as_written, fixed_number, is_fixed
+from clusterddp.importing.options import (
+    ACCELERATE,
+    DEEPSPEED,
+    MPIRUN,
+    SRUN,
+    TORCHRUN,
+    Option,
+    OptionTable,
+    Word,
+    take_options,
+    words,
+)
 from clusterddp.spec.fields import MAX_RANKS
 from clusterddp.spec.hosts import expand_all, parse_hosts, read_hostfile
 from clusterddp.spec.slurm_options import KNOWN, OWNED, SRUN_OPTIONS
+
+LaunchProgram = Literal["srun", "mpirun", "torchrun", "launch", "accelerate", "deepspeed"]
+_BY_NAME: dict[str, tuple[LaunchProgram, OptionTable]] = {
+    "srun": ("srun", SRUN),
+    **dict.fromkeys(("mpirun", "mpiexec", "mpiexec.hydra", "orterun", "prterun"), ("mpirun", MPIRUN)),
+    "torchrun": ("torchrun", TORCHRUN),
+    "deepspeed": ("deepspeed", DEEPSPEED),
+}
+_BY_MODULE: dict[str, tuple[LaunchProgram, OptionTable]] = {
+    "torch.distributed.run": ("torchrun", TORCHRUN),
+    "torch.distributed.launch": ("launch", TORCHRUN),
+    "accelerate.commands.launch": ("accelerate", ACCELERATE),
+    "deepspeed.launcher.runner": ("deepspeed", DEEPSPEED),
+}
+_STARTS_RANKS = frozenset({"torchrun", "launch", "accelerate", "deepspeed"})
+"""The launch programs that start the ranks of a node themselves."""
+_SETUP_MODULES = words(
+    "pip venv virtualenv ensurepip conda spacy nltk.downloader wandb ipykernel huggingface_hub build"
+)
+"""Modules that install, log in or download: never the training."""
+_OTHER_PYTHON = "ranks run the Python that clusterddp is installed in: submit with it"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Level:
+    """A launch program and its options."""
+
+    program: LaunchProgram
+    options: tuple[Option, ...]
+
+    def value(self, name: str) -> Word | None:
+        """Return the value of an option, the last one given."""
+        return next((option.value for option in reversed(self.options) if option.name == name), None)
+
+    def number(self, *names: str) -> int | None:
+        """Return the first of these options that is a number from 1."""
+        values = [self.value(name) for name in names]
+        return next((number for value in values if value and (number := value.number)), None)
+
+
+@dataclass(slots=True)
+class Command:
+    """The command of a line of a script."""
+
+    levels: list[Level] = field(default_factory=list)
+    """From the outermost inwards."""
+    kind: Literal["script", "module", "command"] = "command"
+    target: Word = field(default_factory=lambda: Word(""))
+    """The script or module; of a command its first word."""
+    args: list[Word] = field(default_factory=list)
+    asides: list[tuple[str, str]] = field(default_factory=list)
+    """Parts that are not imported: as written, and the reason."""
+
+
+def read_command(given: Sequence[Word]) -> Command | None:
+    """Parse a command line; None: nothing in it starts ranks or Python.
+
+    Raises: UsageError: an option is unknown, and so is where it ends.
+    """
+    command, rest = Command(), list(given)
+    while rest:
+        _, slash, name = rest[0].text.rpartition("/")
+        if slash and (_is_python(name) or name in {"torchrun", "deepspeed", "accelerate"}):
+            command.asides.append((rest[0].text, _OTHER_PYTHON))
+        if _is_python(name):
+            interpreter, behind, module = _read_python(rest, command)
+            if module and behind and behind[0].text in _BY_MODULE:
+                program, table = _BY_MODULE[behind[0].text]
+                rest = behind[1:]
+            elif (module and behind and behind[0].text in _SETUP_MODULES) or not behind:
+                return None
+            else:
+                command.kind = "command" if interpreter else "module" if module else "script"
+                command.target, command.args = behind[0], behind[1:]
+                return command
+        elif name == "accelerate" and len(rest) > 1 and rest[1].text == "launch":
+            program, table, rest = "accelerate", ACCELERATE, rest[2:]
+        elif name in _BY_NAME:
+            (program, table), rest = _BY_NAME[name], rest[1:]
+        else:
+            break
+        options, rest = take_options(rest, table)
+        command.levels.append(Level(program=program, options=tuple(options)))
+        flags = {option.name for option in options}
+        if program in _STARTS_RANKS and rest and "no_python" not in flags:
+            command.kind = "module" if "module" in flags else "script"
+            command.target, command.args = rest[0], rest[1:]
+            return command
+    if not command.levels or not rest:
+        return None
+    command.target, command.args = rest[0], rest[1:]
+    return command
+
+
+def names_program(word: Word) -> bool:
+    """Return whether a word names Python or a program that starts ranks."""
+    return _is_python(word.text.rpartition("/")[2]) or _names_launcher(word)
+
+
+def starts_more(given: Sequence[Word]) -> str | None:
+    """Return the part of a command that starts ranks itself, or is a text for a shell; None: it has none."""
+    for index, word in enumerate(given):
+        following = given[index + 1].text if index + 1 < len(given) else ""
+        is_shell = word.text.rpartition("/")[2] in {"bash", "sh", "dash", "zsh"}
+        if _names_launcher(word) or (is_shell and re.fullmatch("-[a-z]*c", following)):
+            return f"{word.text} {following}".strip()
+    return None
+
+
+def _names_launcher(word: Word) -> bool:
+    return word.text.rpartition("/")[2] in {*_BY_NAME, *_BY_MODULE, "accelerate", "horovodrun"}
+
+
+def _is_python(name: str) -> bool:
+    return re.fullmatch(r"python[0-9.]*", name) is not None
+
+
+def _read_python(given: Sequence[Word], command: Command) -> tuple[bool, list[Word], bool]:
+    """Read `python [-u] FILE|-m MODULE ARG...`.
+
+    Returns: whether Python itself is the command of the ranks (`-c`), the words behind its options, whether they
+    begin with a module.
+    """
+    for index, word in enumerate(given[1:], 1):
+        if word.text == "-m":
+            return False, list(given[index + 1 :]), True
+        if word.text == "-u":
+            command.asides.append(("python -u", "the output of ranks is always unbuffered"))
+        elif word.text in {"-c", "-W", "-X", "-"}:
+            return True, list(given), False
+        elif word.text.startswith("-"):
+            command.asides.append((f"python {word.text}", "an option of Python; ranks are started without it"))
+        else:
+            return False, list(given[index:]), False
+    return False, [], False
+
 
 _RIVALS = (
     frozenset({"ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu"}),
@@ -28,7 +175,7 @@ _OF_THE_JOB = (KNOWN - OWNED.keys() - SRUN_OPTIONS) | SIZES | {"time"}
 _NODES = {"srun": "nodes", "torchrun": "nnodes", "launch": "nnodes", "accelerate": "num_machines",
           "deepspeed": "num_nodes"}  # fmt: skip
 _PER_NODE = ("npernode", "ppn", "ntasks_per_node")
-_TOTALS = ("np", "num_proc")
+_TOTALS = ("np",)
 _HOST_LISTS = ("host", "hosts", "include")
 _HOSTFILES = ("hostfile", "machinefile", "f")
 
@@ -50,24 +197,38 @@ class LaunchLine:
         return tuple((host, None if alike else slots or ranks_per_node) for host, slots in self.hosts)
 
 
-def read_launch_line(command: Command, job: GivenOptions, findings: Findings, line: int, place: Path) -> LaunchLine:
+def read_launch_line(
+    command: Command,
+    job: GivenOptions,
+    findings: Findings,
+    line: int,
+    *,
+    place: Path,
+    refuse: Callable[[int, str, str], NoReturn],
+) -> LaunchLine:
     """Read the nodes, tasks and hosts of a command line; options of the job that contradict it are listed.
 
     `place`: the directory of hostfiles.
     """
+    for level in command.levels:
+        for option in level.options:
+            text = f"{level.program} {option.text}"
+            if level.program == "accelerate" and option.name in _OTHER_STRATEGIES:
+                refuse(line, text, "the ranks would train plain DDP without it: entry.command with owns_ranks runs it")
+            if option.value and option.value.computed and _OURS.get(option.name) not in {_RENDEZVOUS, _LOGS, _GANG}:
+                refuse(line, text, "a shell computes the value")
     reader = _Reader(job, findings, line, place)
     for level in command.levels:
         reader.read(level)
-    reader.list_unknown_nodes(command.levels)
     if reader.found.hosts and job:
         why = "in a job Slurm chooses the hosts; slurm.nodelist names them"
         findings.lose(", ".join(host for host, _ in reader.found.hosts), why, line)
     return reader.found
 
 
-def ranks_of_mapping(value: Text) -> int | None:
+def ranks_of_mapping(value: Word) -> int | None:
     """Return N of `--map-by ppr:N:node`."""
-    match = re.fullmatch("ppr:([1-9][0-9]{0,4}):node", value.text.lower()) if is_fixed(value) else None
+    match = re.fullmatch("ppr:([1-9][0-9]{0,4}):node", value.text.lower())
     return int(match[1]) if match else None
 
 
@@ -82,22 +243,14 @@ class _Reader:
         self._place = place
 
     def read(self, level: Level) -> None:
-        """Read the options of one program whose values are known here."""
-        fixed = {option.name: option for option in level.options if option.value is None or is_fixed(option.value)}
+        """Read the options of one program."""
+        fixed = {option.name: option for option in level.options}
         if level.program == "srun":
             self._read_srun(fixed)
-        elif level.program in {"mpirun", "horovodrun"}:
+        elif level.program == "mpirun":
             self._read_mpirun(level, fixed)
         else:
             self._read_agent(level, fixed)
-
-    def list_unknown_nodes(self, levels: Iterable[Level]) -> None:
-        """List a number of nodes that only the shell of the job knows, where the job's options have none."""
-        for level in levels:
-            for option in level.options:
-                if option.name == _NODES.get(level.program) and "nodes" not in self.found.given:
-                    text = f"{level.program} {as_written(option.text)}"
-                    self._findings.lose(text, "the script does not have the number of nodes", self._line)
 
     def _read_srun(self, fixed: Mapping[str, Option]) -> None:
         for name, option in fixed.items():
@@ -152,10 +305,10 @@ class _Reader:
             why = f"a spec has one number of nodes: {number}"
             self._findings.lose(f"{program} {option.text}", why, self._line)
         before = found.given.get("nodes")
-        if before is not None and before.option.value and fixed_number(before.option.value) != number:
+        if before is not None and before.option.value and before.option.value.number != number:
             why = f"{program} {option.text} (line {self._line}) starts ranks on {number}: the spec has {number}"
             self._findings.lose(before.text, why, before.line)
-        nodes = Option(name="nodes", value=Text(str(number)), text=option.text)
+        nodes = Option(name="nodes", value=Word(str(number)), text=option.text)
         found.given["nodes"] = Given(option=nodes, line=self._line, of=program)
         found.settled.add(option.name)
 
@@ -212,7 +365,7 @@ def _place_ranks(hosts: list[Host], total: int | None, per_node: int | None, *, 
 
 
 def _number(option: Option | None) -> int | None:
-    return fixed_number(option.value) if option and option.value else None
+    return option.value.number if option and option.value else None
 
 
 _RENDEZVOUS = "the ranks find each other by clusterddp's own rendezvous"
@@ -223,7 +376,7 @@ _OURS: dict[str, str] = {
     **dict.fromkeys(
         words(
             "rdzv_backend rdzv_endpoint rdzv_id rdzv_conf master_addr master_port node_rank machine_rank local_addr "
-            "standalone main_process_ip main_process_port same_network network_interfaces"
+            "standalone main_process_ip main_process_port same_network"
         ),
         _RENDEZVOUS,
     ),
@@ -242,13 +395,14 @@ _OURS: dict[str, str] = {
     ),
     **dict.fromkeys(
         words(
-            "nodes ntasks ntasks_per_node nnodes num_nodes num_machines np npernode ppn num_proc multi_gpu gpus "
+            "nodes ntasks ntasks_per_node nnodes num_nodes num_machines np npernode ppn multi_gpu gpus "
             "cpus_per_task gres gpus_per_node gpus_per_task nodelist host hosts hostfile machinefile f oversubscribe "
             "bynode byslot map_by rank_by num_cpu_threads_per_process"
         ),
         _PLACE,
     ),
 }
+_OTHER_STRATEGIES = words("config_file use_deepspeed use_fsdp use_megatron_lm use_parallelism_config tpu")
 _HANDLED = words("module no_python use_env nproc_per_node num_processes num_gpus no_local_rank")
 _ACCELERATE_VARIABLES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
@@ -258,16 +412,8 @@ _ACCELERATE_VARIABLES = {
 """Options that `accelerate launch` passes to its ranks as variables."""
 
 
-_CONTAINER_KEYS = {
-    "container_image": "image",
-    "apptainer_image": "image",
-    "container_mounts": "mounts",
-    "apptainer_bind": "mounts",
-    "apptainer_B": "mounts",
-    "container_workdir": "workdir",
-    "apptainer_pwd": "workdir",
-}
-"""Options of pyxis and of apptainer -> keys of the spec's container."""
+_CONTAINER_KEYS = {"container_image": "image", "container_mounts": "mounts", "container_workdir": "workdir"}
+"""Options of pyxis -> keys of the spec's container."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,10 +426,10 @@ class Ranks:
 
 def count_ranks(command: Command, sizes: Sizes, launch: LaunchLine) -> Ranks:
     """Count the ranks that a command starts on each node."""
-    inner = next((level for level in reversed(command.levels) if level.program in STARTS_RANKS), None)
+    inner = next((level for level in reversed(command.levels) if level.program in _STARTS_RANKS), None)
     if inner is not None:
         return _count_started(inner, sizes, launch)
-    outer = [level for level in command.levels if level.program in {"srun", "mpirun", "horovodrun"}]
+    outer = [level for level in command.levels if level.program in {"srun", "mpirun"}]
     if not outer:
         few = sizes.tasks_per_node * sizes.nodes > 1 or (sizes.gpus_per_node or 1) > 1
         doubt = "the script starts one process, without srun or torchrun: one rank on each node; a program that "
@@ -306,63 +452,47 @@ def translate_levels(command: Command, findings: Findings, line: int, *, settled
     """
     for level in command.levels:
         local_rank = {"launch": "use_env", "deepspeed": "no_local_rank"}.get(level.program)
-        if local_rank and command.python and not any(option.name == local_rank for option in level.options):
+        if local_rank and command.kind != "command" and all(option.name != local_rank for option in level.options):
             findings.set("entry.local_rank_arg", True)
+        if level.program == "mpirun":
+            why = "ranks start without MPI: a program that calls it (Horovod, mpi4py) needs slurm.mpi: pmix"
+            findings.lose("mpirun", why, line)
         for option in level.options:
-            if option.name not in settled or not is_fixed(option.value or Text("")):
+            if option.name not in {*settled, *_HANDLED}:
                 _translate(level, option, findings, line)
+    container = findings.values.get("container")
+    if container and "image" not in container:
+        findings.lose(f"container {container}", "the script has no image on this line", line)
+        del findings.values["container"]
 
 
 def _translate(level: Level, option: Option, findings: Findings, line: int) -> None:
-    text = f"{level.program} {as_written(option.text)}"
-    value = option.value or Text("")
-    if option.name in _HANDLED or (is_fixed(value) and _translate_common(option.name, value.text, findings, line)):
-        return
-    if level.program == "srun" and option.name in SRUN_OPTIONS and is_fixed(value):
-        findings.set(f"slurm.{option.name}", value.text or True)
-    elif level.program == "accelerate" and option.name in _ACCELERATE_VARIABLES and is_fixed(value):
-        findings.values.setdefault("env", {})[_ACCELERATE_VARIABLES[option.name]] = value.text
-    elif level.program == "mpirun" and option.name in {"x", "genv", "env"} and "=" in value.text:
-        name, _, content = value.text.partition("=")
-        set_variable(name, Text(content, value.unknown), findings, line)
-    elif level.program == "mpirun" and option.name in {"x", "genvlist"}:
-        findings.lose(text, "variables of the shell that submits; known kinds are passed on", line, fate="before")
-    elif option.name in _OURS:
-        findings.lose(text, _OURS[option.name], line, fate="ours")
-    else:
-        findings.lose(text, f"a spec has no key for this option of {level.program}", line)
-
-
-def _translate_common(name: str, value: str, findings: Findings, line: int) -> bool:
-    """Translate an option that has one meaning for all launch programs; False: it is none of these."""
-    if key := _CONTAINER_KEYS.get(name):
+    text = f"{level.program} {option.text}"
+    value = option.value.text if option.value else ""
+    if key := _CONTAINER_KEYS.get(option.name):
         container = findings.values.setdefault("container", {})
         if key == "mounts":
             container.setdefault("mounts", []).extend(mount for mount in value.split(",") if mount)
         else:
-            runtime = {"runtime": "apptainer" if name.startswith("apptainer") else "pyxis"} if key == "image" else {}
-            container |= {**runtime, key: value}
-    elif name == "max_restarts" and re.fullmatch("[0-9]{1,6}", value):
+            container |= {"runtime": "pyxis", key: value} if key == "image" else {key: value}
+    elif option.name == "max_restarts" and re.fullmatch("[0-9]{1,6}", value):
         findings.set("restarts", int(value))
-    elif name in {"cpu", "use_cpu"}:
+    elif option.name in {"cpu", "use_cpu"}:
         findings.set("device", "cpu")
-    elif name == "apptainer_nv":
-        findings.lose("apptainer --nv", "the container sees the GPUs of a run that has some", line, fate="ours")
-    elif name == "export":
-        _translate_export(value, findings, line)
+    elif level.program == "srun" and option.name in SRUN_OPTIONS:
+        findings.set(f"slurm.{option.name}", value or True)
+    elif level.program == "accelerate" and option.name in _ACCELERATE_VARIABLES:
+        findings.values.setdefault("env", {})[_ACCELERATE_VARIABLES[option.name]] = value
+    elif level.program == "mpirun" and option.name in {"x", "genv", "env"} and "=" in value:
+        name, _, content = value.partition("=")
+        set_variable(name, Word(content), findings, line)
+    elif option.name == "export" or (level.program == "mpirun" and option.name in {"x", "genvlist"}):
+        why = "variables of known kinds are passed on from the shell that submits; env sets others"
+        findings.lose(text, why, line, fate="before")
+    elif option.name in _OURS:
+        findings.lose(text, _OURS[option.name], line, fate="ours")
     else:
-        return False
-    return True
-
-
-def _translate_export(value: str, findings: Findings, line: int) -> None:
-    for part in value.split(","):
-        name, equals, content = part.partition("=")
-        if equals:
-            set_variable(name, Text(content), findings, line)
-        elif part not in {"", "ALL"}:
-            why = "variables of known kinds are passed on from the shell that submits; env sets others"
-            findings.lose(f"--export={part}", why, line, fate="before")
+        findings.lose(text, f"a spec has no key for this option of {level.program}", line)
 
 
 def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
@@ -387,7 +517,7 @@ def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
     if wanted is not None and wanted.text == "cpu":
         return Ranks(per_node=sizes.cpus_per_task or 1, doubts=doubts)
     known = sizes.gpus_per_node
-    words_ = as_written(wanted.text) if wanted else "one for each GPU"
+    words_ = wanted.text if wanted else "one for each GPU"
     doubt = "" if known else f"{words_}: the script does not have the number of ranks on a node; the spec has 1"
     if known and wanted is not None and wanted.text not in {"gpu", "auto"}:
         doubt = f"{words_}: taken as one rank for each of {known} GPUs"

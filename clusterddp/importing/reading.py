@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.importing.batch import read_batch_script, spec_name
 from clusterddp.importing.files import (
     ACCELERATE_MARKS,
     GLUON_SECTION,
@@ -23,6 +22,7 @@ from clusterddp.importing.files import (
     read_hosts,
     read_values,
 )
+from clusterddp.importing.script import read_batch_script, spec_name
 from clusterddp.spec.load import ResolvedSpec, load_spec
 from clusterddp.spec.tree import decode, escape, read_bytes
 from clusterddp.spec.yamlfile import parse, spec_yaml

@@ -231,8 +231,8 @@ def imported(root: Path) -> Target:
 
     batch = (
         "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=4\n#SBATCH --gres=gpu:4\n#SBATCH -t 1-00:00:00\n"
-        "export A=1 B=${HOME}/x\nN=${SLURM_NNODES:-2}\nARGS=(--lr 0.1 --name $A)\nif true; then module load cuda; fi\n"
-        "cat <<EOF > x\nhello\nEOF\nsrun torchrun --nproc_per_node 4 --nnodes $N train.py ${ARGS[@]} --data ~/x\n"
+        "export A=1 B='x y'\nN=\"${SLURM_NNODES:-2}\"\nmodule load cuda; set -e\n"
+        "A=2 srun torchrun --nproc_per_node 4 --nnodes $SLURM_NNODES train.py \\\n --lr 0.1 > log 2>&1\n"
     )
     accelerate = (
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 8\n"

@@ -26,7 +26,7 @@ SRUN = """\
 #!/bin/bash
 #SBATCH -J train -H --ntasks-per-node=4 --nodes=2 -c 2 --gpus-per-node=4 --mem-per-cpu=1G --time=30
 export A=1
-srun python entry.py --rank $SLURM_PROCID
+srun python entry.py --nodes $SLURM_NNODES
 """
 
 

@@ -12,7 +12,8 @@ from clusterddp.importing.files import Findings
 from clusterddp.importing.reading import MAX_SCRIPT, import_files
 from clusterddp.network.hostlist import expand
 from clusterddp.ranks.slurm_step import expand_counts
-from clusterddp.spec.hosts import MAX_HOSTS, expand_all, parse_hosts, read_hostfile
+from clusterddp.spec.fields import MAX_HOSTS
+from clusterddp.spec.hosts import expand_all, parse_hosts, read_hostfile
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.secret_values import is_secret
 
@@ -28,11 +29,6 @@ def bomb(levels: int = 9) -> str:
     return "\n".join([ACCELERATE + "a0: &a0 [x, x, x, x, x, x, x, x, x]", *lines])
 
 
-def doubling(levels: int = 9) -> str:
-    lines = [f"v{level}={f'$v{level - 1}' * 10}" for level in range(1, levels)]
-    return "\n".join([HEAD + "v0=" + "x" * 20, *lines, f"srun python train.py $v{levels - 1}"])
-
-
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
@@ -41,11 +37,9 @@ def doubling(levels: int = 9) -> str:
         ("config.yaml", ACCELERATE + "a: 1\na: 2\n", 'duplicate key "a"'),
         ("config.yaml", ACCELERATE + "x" * 1_000_000, "is larger than 1 MB, expected a file of another launcher"),
         ("ddp.yaml", "DDP_CONFIG: {WOLRD_URLS: 5}", "DDP_CONFIG.WOLRD_URLS is 5, expected a list"),
-        ("t.slurm", doubling(), "have more than 5,000,000 characters"),
-        ("t.slurm", HEAD + "a=(1)\n" + "a+=(1)\n" * 30_000 + TRAIN, "have more than 5,000,000 characters"),
         ("t.slurm", HEAD + "#" * MAX_SCRIPT, "is larger than 250,000 characters, expected a batch script"),
     ],
-    ids=["aliases", "machines", "twice", "size", "no list", "variables", "arrays", "script"],
+    ids=["aliases", "machines", "twice", "size", "no list", "script"],
 )
 def test_a_file_that_would_take_all_time_or_memory_is_refused_by_its_limit(
     tmp_path: Path, name: str, text: str, words: str
@@ -62,15 +56,15 @@ def test_a_file_that_would_take_all_time_or_memory_is_refused_by_its_limit(
 @pytest.mark.parametrize(
     "lines",
     [
-        "cat <<E\n" + "\n" * 240_000 + "E\n",
+        "\n" * 240_000,
         "export A='://" + ":" * 60_000 + "'\n",
         "echo {" + "," * 200_000 + "\n",
         "echo " + "a" * 200_000 + "\n",
-        'A="' + "$(x) " * 20_000 + '"\nfor a in $A; do\n',
+        'A="' + "$(x) " * 20_000 + '"\n',
         "a\n" * 20_000,
         "export A=" + "b" * 5_000 + "\n" + "echo $A\n" * 500,
     ],
-    ids=["heredoc", "address", "braces", "word", "unknown", "commands", "values"],
+    ids=["lines", "address", "braces", "word", "unknown", "commands", "values"],
 )
 def test_a_long_script_is_read_in_a_time_that_grows_with_its_length(tmp_path: Path, lines: str) -> None:
     (tmp_path / "t.slurm").write_text(HEAD + lines + TRAIN)
@@ -82,10 +76,12 @@ def test_a_long_script_is_read_in_a_time_that_grows_with_its_length(tmp_path: Pa
 
 
 @pytest.mark.parametrize("lines", ['echo "' + '$("' * 60_000, "A=(" * 60_000], ids=["quotes", "arrays"])
-def test_what_is_nested_without_end_counts_as_never_closed(tmp_path: Path, lines: str) -> None:
+def test_what_is_nested_without_end_is_refused(tmp_path: Path, lines: str) -> None:
     (tmp_path / "t.slurm").write_text(f"{HEAD}{TRAIN}{lines}\n")
-    left = import_files([tmp_path / "t.slurm"]).left
-    assert "a quote or a bracket is never closed" in [each.why for each in left]
+    started = time.process_time()
+    with pytest.raises(UsageError, match=r"t\.slurm:4: "):
+        import_files([tmp_path / "t.slurm"])
+    assert time.process_time() - started < SECONDS
 
 
 def test_numbers_of_thousands_of_digits_are_listed_and_not_computed(tmp_path: Path) -> None:

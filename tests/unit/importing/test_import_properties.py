@@ -13,11 +13,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import ClusterddpError, UsageError
-from clusterddp.importing.batch import read_batch_script
 from clusterddp.importing.files import Findings
 from clusterddp.importing.job import SIZES
 from clusterddp.importing.reading import import_files
-from clusterddp.importing.shell import split_statements
+from clusterddp.importing.script import read_batch_script
 from clusterddp.spec.load import load_spec
 
 _COMMON = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
@@ -47,16 +46,6 @@ def _hear(event: str, arguments: object) -> None:
 
 
 sys.addaudithook(_hear)  # there is no taking it off again; it only counts
-
-
-@_COMMON
-@given(text=st.one_of(_SCRIPTS, st.text(max_size=200)))
-def test_every_character_that_is_no_blank_or_comment_is_in_a_statement(text: str) -> None:
-    for statement in split_statements(text):
-        assert statement.line >= 1
-        written = "".join(word.raw for word in statement.words)
-        pieces = "".join(piece.raw for word in statement.words for piece in word.pieces if word.items is None)
-        assert len(pieces) <= len(written) + len(statement.words)
 
 
 @_COMMON
