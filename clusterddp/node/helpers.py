@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.log import log_line
+from clusterddp.node.processes import reap
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.gang import Notify
@@ -99,7 +100,7 @@ class Helpers:
         """Wait until no helper is left; kill those that take too long."""
         deadline = time.monotonic() + _FINISH_S
         while self.pids and time.monotonic() < deadline:
-            self.pids -= {pid for pid in self.pids if _has_ended(pid)}
+            self.on_exits(reap())
             time.sleep(0.05)
         for pid in self.pids:
             with contextlib.suppress(ProcessLookupError, PermissionError):
@@ -132,13 +133,6 @@ def _message_of_last(notify: Notify, sweep: SweepDir) -> Message | None:
         place = RunDir(sweep.path)
         return message_of_end(notify, place, view_of_sweep(views)) if claim(place, "end") else None
     return None
-
-
-def _has_ended(pid: int) -> bool:
-    try:
-        return os.waitpid(pid, os.WNOHANG)[0] == pid
-    except ChildProcessError:
-        return True
 
 
 class NotSentError(Exception):

@@ -170,10 +170,6 @@ class Peer:
         """True when the other host has accepted a connection since the last one broke."""
 
     @property
-    def connected(self) -> bool:
-        return self._connection is not None
-
-    @property
     def broken(self) -> bool:
         return self._break is not None
 
