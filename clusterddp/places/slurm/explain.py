@@ -41,20 +41,11 @@ _WAITS = {
     "badconstraints": "for ever: no node has what it asks for (constraint, nodes, memory, GPUs)",
     "maxmemperlimit": "for ever: it asks for more memory per CPU or node than is allowed; lower resources.memory_gb",
     "accountingpolicy": "because a limit of your account or QOS is reached",
-    "frontenddown": "for a front end node that is down",
     "prolog": "for the prolog of the cluster to end",
-    "cleaning": "until its last start has been cleared away",
-    "configuring": "until its nodes are ready",
-    "scheddefer": "for the scheduler's next turn",
     "none": "for the scheduler to look at it",
     "": "for the scheduler to look at it",
     "maxrequeue": "for ever: it was started again too often",
-    "deadline": "although it can no longer meet its deadline",
     "jobholdmaxrequeue": "because it was started again too often, and is held; scontrol release {job} lets it go",
-    "burstbufferresources": "for room in the burst buffer",
-    "burstbufferstagein": "until its data are in the burst buffer",
-    "powernotavail": "for electric power",
-    "fedjoblock": "for the other clusters of the federation",
 }
 _FAMILIES = (
     (
@@ -72,7 +63,6 @@ _FAMILIES = (
     (r"assocmax(.+?)perjob(?:limit)?", "for ever: it asks for more than your account lets one job have"),
     (r"assocmax(.*)", "until jobs of yours end: your account lets you have only so much"),
     (r"(?:assocgrp|association)(.*)", "until other jobs of the account end: a limit of the account is reached"),
-    (r"burstbuffer.*", "for the burst buffer"),
 )
 _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")
 _ENDS = {
@@ -83,7 +73,6 @@ _ENDS = {
     "BOOT_FAIL": "a node did not boot",
     "DEADLINE": "it could no longer meet its deadline",
     "LAUNCH_FAILED": "a node could not start it",
-    "RECONFIG_FAIL": "a node could not be reconfigured for it",
 }
 _ENDED_BECAUSE = {
     "joblaunchfailure": (
