@@ -44,8 +44,6 @@ if TYPE_CHECKING:
     from clusterddp.run.directory import AttemptDir
     from clusterddp.run.state import Answer, Records
 
-_LEASE_TIMEOUT_S = 60.0
-"""Enough for calls of nvidia-smi, each of which may have to wake every GPU."""
 _ANSWER_S = 30.0
 """How much longer than `start_timeout_s` a host may take to answer that its supervisor has started."""
 _NODES_PER_S = 16
@@ -55,7 +53,7 @@ _REPORT_INTERVAL_S = 5.0
 _END_PATIENCE_S = 8.0
 """How long supervisors and guards may take to clean up when a run is ended."""
 _TIMEOUT_S = 60.0
-"""Long, because nvidia-smi may have to wake every GPU."""
+"""How long a host may take to list its GPUs: nvidia-smi may have to wake each."""
 
 
 class Grant(NamedTuple):
@@ -210,9 +208,7 @@ def lease_gpus(sessions: Mapping[str, Session], counts: Mapping[str, int], *, ru
 
     grants = dict.fromkeys(sessions, Grant())
     busy = []
-    for host, reply in ask_all(asked, "host.lease", wanted, timeout_s=_LEASE_TIMEOUT_S).items():
-        if isinstance(reply, SshError):
-            raise reply
+    for host, reply in all_or_raise(ask_all(asked, "host.lease", wanted, timeout_s=_TIMEOUT_S)).items():
         gpus = reply.facts["gpus"]
         if gpus is None:
             busy.append(f"{host}: {spell_busy(reply.facts['busy'])}")
@@ -231,13 +227,9 @@ def preflight(plan: Plan, sessions: HostSessions) -> None:
     Raises: PreflightError: it cannot start; the message has all red checks with their remedies. SshError: a host does
     not answer.
     """
-    facts = ask_hosts(plan, sessions.by_host)
-    machines = {}
-    for host, machine in facts.items():
-        if isinstance(machine, SshError):
-            raise machine
-        # The lease decides whether GPUs are free: it waits for a run that is ending.
-        machines[host] = dataclasses.replace(machine, busy_gpus={})
+    facts = all_or_raise(ask_hosts(plan, sessions.by_host))
+    # The lease decides whether GPUs are free: it waits for a run that is ending.
+    machines = {host: dataclasses.replace(machine, busy_gpus={}) for host, machine in facts.items()}
     reds = list(reds_of(judge_hosts(machines, needs_of(plan))))
     if len(reds) == 1:
         host, check, result = reds[0]
