@@ -227,7 +227,7 @@ def _summary(run: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) 
         "progress": dataclasses.replace(progress, eta_s=None) if progress and view.finished else progress,
         "created": record.created_ns / 1e9,
         "ended": view.end.ended if view.end else None,
-        "times": read_timeline(run, record, is_finished=view.finished, now=now, with_ranks=False).times,
+        "times": read_timeline(run, record, is_finished=view.finished, now=now).times,
     }
 
 

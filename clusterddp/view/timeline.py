@@ -1,4 +1,4 @@
-"""When a run waited, ran and ended: its attempts and their ranks."""
+"""When a run waited, ran and ended: its attempts."""
 
 from __future__ import annotations
 
@@ -14,21 +14,6 @@ from clusterddp.system.files import read_jsonl
 
 _ASKED = frozenset(["submitted", "resumed", "requeued", "follow_up", "queued"])
 """Events by which the wait for an attempt begins."""
-_MAX_ATTEMPTS_WITH_RANKS = 8
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RankSpan:
-    """From the start of a rank to its end; times are seconds since the epoch."""
-
-    attempt: int
-    rank: int
-    host: str
-    started: float
-    ended: float
-    """Of a rank whose end is not recorded the end of its attempt."""
-    state: str
-    """COMPLETED, FAILED, KILLED; RUNNING; LOST: the attempt is over and the end of the rank was not recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +31,6 @@ class AttemptSpan:
     """COMPLETED, FAILED, CANCELLED, STOPPED; RUNNING, PENDING; LOST: no end was recorded."""
     reason: str
     will_restart: bool
-    ranks: tuple[RankSpan, ...] = ()
 
     @property
     def ran_s(self) -> float:
@@ -77,8 +61,6 @@ class Timeline:
     """The attempts of a run, oldest first."""
 
     attempts: tuple[AttemptSpan, ...]
-    stragglers: tuple[tuple[float, int, str], ...] = ()
-    """When a rank became a straggler, which, and for how long the others wait, as text."""
 
     @property
     def times(self) -> Times:
@@ -94,54 +76,43 @@ class Timeline:
         return max(0.0, self.attempts[-1].ended - min(starts)) if starts else None
 
 
-def read_timeline(
-    run: RunDir, record: RunRecord, *, is_finished: bool, now: float, with_ranks: bool = True
-) -> Timeline:
-    """Read the history of a run; with the ranks of its newest attempts only, or with none."""
-    asked, stragglers = _read_events(run)
+def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: float) -> Timeline:
+    """Read the history of a run."""
+    asked = _read_asked(run)
     attempts: list[AttemptSpan] = []
     found = run.attempts()
     for attempt in found:
         before = attempts[-1].ended if attempts else record.created_ns / 1e9
-        span = _read_attempt(
-            attempt,
-            asked=asked.get(attempt.number, before),
-            is_over=is_finished or attempt != found[-1],
-            now=now,
-            with_ranks=with_ranks and attempt.number > found[-1].number - _MAX_ATTEMPTS_WITH_RANKS,
-        )
-        attempts.append(span)
-    return Timeline(attempts=tuple(attempts), stragglers=tuple(stragglers))
+        is_over = is_finished or attempt != found[-1]
+        attempts.append(_read_attempt(attempt, asked.get(attempt.number, before), is_over=is_over, now=now))
+    return Timeline(attempts=tuple(attempts))
 
 
-def _read_events(run: RunDir) -> tuple[dict[int, float], list[tuple[float, int, str]]]:
-    """Return when the wait for each attempt began, and the stragglers."""
+def _read_asked(run: RunDir) -> dict[int, float]:
+    """Return when the wait for each attempt began."""
     asked: dict[int, float] = {}
-    stragglers: list[tuple[float, int, str]] = []
     with contextlib.suppress(OSError, ClusterddpError):
         for row in read_jsonl(run.events):
             name, at, attempt = row.get("event"), _time(row.get("time")), row.get("attempt")
             if isinstance(name, str) and name in _ASKED and isinstance(attempt, int) and at is not None:
                 asked.setdefault(attempt, at)
-            elif name == "straggler" and isinstance(rank := row.get("rank"), int) and at is not None:
-                stragglers.append((at, rank, str(row.get("text", ""))))
-    return asked, stragglers
+    return asked
 
 
-def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: float, with_ranks: bool) -> AttemptSpan:
+def _read_attempt(attempt: AttemptDir, asked: float, *, is_over: bool, now: float) -> AttemptSpan:
     end, start = _read_ends(attempt)
     started = _time(start.get("started"))
-    records = [record for record in read_ranks(attempt) if _time(record.started)] if with_ranks else []
     if end is not None:
         ended, outcome = _time(end.ended) or started or asked, str(end.outcome)
     elif is_over:  # no process was left to record the end
+        records: list[RankRecord] = []
+        with contextlib.suppress(ClusterddpError, OSError):
+            records = [record for record in read_ranks(attempt) if _time(record.started)]
+        started = started or min((record.started for record in records), default=None)
         known = [moment for record in records for moment in (record.started, record.ended) if moment]
         ended, outcome = max([started or asked, *known]), "LOST"
     else:
         ended, outcome = now, "PENDING" if started is None else "RUNNING"
-    ranks = tuple(_rank_span(attempt.number, record, ended, is_over or end is not None) for record in records)
-    if started is None and ranks:
-        started = min(rank.started for rank in ranks)
     return AttemptSpan(
         number=attempt.number,
         asked=min(asked, ended if started is None else started),
@@ -150,7 +121,6 @@ def _read_attempt(attempt: AttemptDir, *, asked: float, is_over: bool, now: floa
         outcome=outcome,
         reason=end.reason if end else "",
         will_restart=bool(end and end.will_restart),
-        ranks=ranks,
     )
 
 
@@ -162,17 +132,6 @@ def _read_ends(attempt: AttemptDir) -> tuple[AttemptEnd | None, Start]:
     with contextlib.suppress(ClusterddpError):
         start = read_start(attempt) or start
     return end, start
-
-
-def _rank_span(attempt: int, record: RankRecord, ended: float, is_over: bool) -> RankSpan:
-    return RankSpan(
-        attempt=attempt,
-        rank=record.rank,
-        host=record.host,
-        started=record.started,
-        ended=max(record.started, _time(record.ended) or ended),
-        state=record.end_state or ("LOST" if is_over else "RUNNING"),
-    )
 
 
 def _time(value: object) -> float | None:

@@ -18,7 +18,7 @@ from clusterddp.cli.terminal import duration
 from clusterddp.cli.text.compare import number_text
 from clusterddp.view.curves import Curve
 from clusterddp.view.printable import printable
-from clusterddp.view.timeline import AttemptSpan, RankSpan, Timeline
+from clusterddp.view.timeline import AttemptSpan, Timeline
 
 _VOID = frozenset(["input", "link", "meta"])
 _MAX_TEXT = 2000
@@ -43,8 +43,6 @@ _TITLES = {
 }
 _TIME_WIDTH, _TIME_LEFT, _TIME_RIGHT = 1000, 90, 990
 _BAR = 22
-_MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT = 14.0, 280.0
-_MAX_BARS = 600
 _MAX_ATTEMPTS = 200
 _LETTER_WIDTH = 6.5
 _NICE_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800, 2592000)
@@ -303,38 +301,36 @@ class _Axis:
 
 
 def timeline_strip(timeline: Timeline, number: int) -> Html | None:
-    """Draw when a run waited and ran, and each of its ranks; None for a run without an attempt."""
+    """Draw when a run waited and ran; None for a run without an attempt."""
     attempts = timeline.attempts[-_MAX_ATTEMPTS:]
     if not attempts:
         return None
     axis = _Axis(attempts[0].asked, attempts[-1].ended)
-    ranks, top = _ranks(attempts, timeline.stragglers, axis, 2 * _BAR + 6)
+    top = _BAR + 6
     parts = [el("text", "attempts", x=0, y=_BAR - 6), *(_attempt(attempt, axis) for attempt in attempts)]
-    height = top + 22
     sentences = (
         f"attempt {each.number} waited {duration(each.waited_s)}, ran {duration(each.ran_s)}, {each.outcome}"
         for each in attempts[-20:]
     )
     picture = el(
         "svg",
-        el("title", "Attempts and ranks over time", id=f"t{number}"),
+        el("title", "Attempts over time", id=f"t{number}"),
         el("desc", "; ".join(sentences), id=f"d{number}"),
         *parts,
-        ranks,
         _time_ticks(axis, top),
-        viewBox=f"0 0 {_TIME_WIDTH} {height:.0f}",
+        viewBox=f"0 0 {_TIME_WIDTH} {top + 22}",
         role="img",
         aria_labelledby=f"t{number} d{number}",
         class_="wide",
     )
     strip = el("div", picture, class_="scroll", tabindex="0")
-    return el("figure", el("figcaption", "Attempts and ranks over time"), strip)
+    return el("figure", el("figcaption", "Attempts over time"), strip)
 
 
 def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
     began = attempt.ended if attempt.started is None else attempt.started
     what = f"attempt {attempt.number}"
-    rows = (2, _BAR)
+    rows = (2.0, float(_BAR))
     waited = f"{what} waits {duration(attempt.waited_s)}"
     waits = _bar("WAIT", waited, axis.span(attempt.asked, began), rows)
     if attempt.started is None:
@@ -345,53 +341,6 @@ def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
     words = next((text for text in wordings if len(text) * _LETTER_WIDTH + 6 < right - left), "")
     label = el("text", words, x=f"{left + 4:.1f}", y=_BAR - 5, class_="in") if words else None
     return join([waits, runs, label])
-
-
-def _ranks(
-    attempts: Sequence[AttemptSpan], stragglers: Sequence[tuple[float, int, str]], axis: _Axis, top: float
-) -> tuple[Html, float]:
-    """Draw the ranks as rows; equal neighbours are one bar. Return the drawing and where it ends."""
-    count = 1 + max((rank.rank for attempt in attempts for rank in attempt.ranks), default=-1)
-    if not count:
-        return Html(""), top
-    row = min(_MAX_RANK_HEIGHT, _ALL_RANKS_HEIGHT / count)
-    bars: list[Html] = []
-    for attempt in attempts:
-        for first, last in _folded(attempt.ranks, axis, _MAX_BARS // len(attempts)):
-            name = f"rank {first.rank}" if first is last else f"ranks {first.rank}-{last.rank}"
-            text = f"{name} on {first.host}: {first.state} after {duration(first.ended - first.started)}"
-            begin, end = top + first.rank * row, top + (last.rank + 1) * row - (1 if row > 4 else 0)
-            bars.append(_bar(first.state, text, axis.span(first.started, first.ended), (begin, end)))
-    for moment, rank, text in stragglers[-_MAX_BARS // 4 :]:
-        if 0 <= rank < count:
-            begin, end = top + rank * row, top + (rank + 1) * row
-            bars.append(_bar("slow", text, axis.span(moment, moment), (begin, end)))
-    every = max(1, -(-count // 20))
-    names = [
-        el("text", f"rank {rank}", x=0, y=f"{top + rank * row + max(row, 9) - 2:.1f}")
-        for rank in range(0, count, every)
-    ]
-    return join([*names, *bars]), top + count * row
-
-
-def _folded(ranks: Sequence[RankSpan], axis: _Axis, most: int) -> list[tuple[RankSpan, RankSpan]]:
-    """Fold neighbouring ranks of one host that look equal, at a grain that is coarser the more ranks there are.
-
-    Return the first and the last of each fold.
-    """
-    folds: list[tuple[RankSpan, RankSpan]] = []
-    for grain in (1.0, 4.0, 32.0, float(_TIME_WIDTH)):
-        folds, before = [], None
-        for rank in sorted(ranks, key=lambda span: span.rank):
-            looks = (rank.state, rank.host, *(round(place / grain) for place in axis.span(rank.started, rank.ended)))
-            if folds and folds[-1][1].rank + 1 == rank.rank and looks == before:
-                folds[-1] = (folds[-1][0], rank)
-            else:
-                folds.append((rank, rank))
-            before = looks
-        if len(folds) <= most:
-            break
-    return folds[: max(1, most)]
 
 
 def _bar(class_: str, text: str, span: tuple[float, float], rows: tuple[float, float]) -> Html:

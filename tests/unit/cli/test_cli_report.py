@@ -15,11 +15,10 @@ import pytest
 
 from clusterddp.cli.login import SentRun, write_sent_run
 from clusterddp.cli.main import main
-from clusterddp.cli.page.drawing import Html, el, timeline_strip
+from clusterddp.cli.page.drawing import Html, el
 from clusterddp.cli.page.pages import MAX_BYTES
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, read_json, write_json
-from clusterddp.view.timeline import AttemptSpan, RankSpan, Timeline
 from tests.support.handmade_runs import complete, fail, make_run, rank_record, start_attempt, train
 
 HOSTILE = "</script></title><img src=x onerror=alert(1)>\"' onload=\x1b[31m\u202e"
@@ -172,27 +171,6 @@ def test_a_page_is_small_however_much_there_is(
     _, page, _ = command(capfd, "report", "--out", "-", *(f"run-{number}" for number in range(num_runs)))
     assert len(page.encode()) <= MAX_BYTES
     assert "</html>" in page
-
-
-def test_many_ranks_that_look_equal_are_one_bar() -> None:
-    ranks = tuple(
-        RankSpan(
-            attempt=0,
-            rank=rank,
-            host=f"gpu{rank // 8}",
-            started=1e9 + rank / 1000,
-            ended=1e9 + 3600,
-            state="FAILED" if rank == 1501 else "KILLED",
-        )
-        for rank in range(2048)
-    )
-    attempt = AttemptSpan(
-        number=0, asked=1e9, started=1e9, ended=1e9 + 3600, outcome="FAILED", reason="", will_restart=False, ranks=ranks
-    )
-    drawn = str(timeline_strip(Timeline(attempts=(attempt,), stragglers=((1e9 + 60, 2000, "rank 2000 waits"),)), 0))
-    assert drawn.count("<rect") < 300
-    for words in ("rank 1501 on gpu187: FAILED", "ranks 1502-1503 on gpu187: KILLED", "rank 2000 waits"):
-        assert words in drawn
 
 
 def test_compare_shows_the_why_above_the_what(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

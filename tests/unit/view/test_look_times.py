@@ -23,7 +23,7 @@ def attempt(run: Path, number: int, *, started: float | None = None, ended: floa
 
 
 def times(run: Path, *, finished: bool, now: float) -> Times:
-    return read_timeline(RunDir(run), RECORD, is_finished=finished, now=now, with_ranks=False).times
+    return read_timeline(RunDir(run), RECORD, is_finished=finished, now=now).times
 
 
 def test_times_add_up_over_a_queue_a_restart_and_a_resume(tmp_path: Path) -> None:
