@@ -16,11 +16,9 @@ from clusterddp.facts.judge import (
     judge_clock,
     judge_hosts,
     judge_locked_memory,
-    judge_own_name,
 )
 from clusterddp.facts.machine import Machine
-from clusterddp.network.choice import Findings
-from clusterddp.network.explanation import speed_text, warn_of_shared_addresses
+from clusterddp.network.choice import Findings, speed_text
 from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.launcher import ask_hosts, needs_of
 from clusterddp.places.ssh.network import GangNetwork, examine_network
@@ -186,23 +184,17 @@ def _judge_runs(host: str, runs: Iterable[RunHere]) -> Result:
 
 
 def _judge_network(network: GangNetwork) -> list[Check]:
-    """Report the network between hosts: the addresses of each host's own name, and the interface for each host."""
+    """Report the network between hosts: the interface for each host."""
     findings = network.findings
-    checks = []
-    if findings is not None:
-        names = {host.host: judge_own_name(host.own_addresses) for host in findings.hosts}
-        checks.append(Check(name="own name", results=names))
     if network.error is not None:
         fix = network.error.hint or "clusterddp submit -n shows the plan"
         hosts = [each.host for each in findings.hosts] if findings else ["here"]
-        return [*checks, Check(name="network", results=dict.fromkeys(hosts, red(network.error.message, fix)))]
+        return [Check(name="network", results=dict.fromkeys(hosts, red(network.error.message, fix)))]
     if findings is None or network.gang is None:
-        return checks
+        return []
     used = {node.host: _describe(findings, node) for node in network.gang.nodes}
-    checks.append(Check(name="network", results=used))
-    first = findings.hosts[0].host
-    remarks = [*network.notes, *warn_of_shared_addresses(findings)]
-    return checks + [Check(name="network", results={first: note(remark)}) for remark in remarks]
+    remarks = [Check(name="network", results={findings.hosts[0].host: note(remark)}) for remark in network.notes]
+    return [Check(name="network", results=used), *remarks]
 
 
 def _describe(findings: Findings, node: Node) -> Result:

@@ -75,7 +75,7 @@ def judge_here(machine: Machine) -> Iterator[tuple[str, Result]]:
     """Judge the facts that matter only on the machine of the submit."""
     yield "Python", ok(f"{machine.python}, {machine.executable}")
     yield "interfaces", _judge_interfaces(machine)
-    yield "host name", judge_own_name(machine.own_addresses, machine.host)
+    yield "host name", _judge_own_name(machine)
 
 
 def judge_directory(directory: Directory, *, shared: bool = True, sent_bytes: int = 0) -> Result:
@@ -175,20 +175,18 @@ def judge_locked_memory(machine: Machine, fix: str, *, nccl: bool) -> Result:
     return red(found, fix) if nccl else note(found, fix)
 
 
-def judge_own_name(addresses: Sequence[str] | None, host: str = "") -> Result:
-    """Judge the addresses of a machine's own name there; `host`: the name, unless the row of the result has it."""
-    name, place = (f"{host} ", "here") if host else ("", "there")
-    if addresses is None:
-        return note("looking it up takes more than a second", "resolvectl status there: is its name server gone?")
+def _judge_own_name(machine: Machine) -> Result:
+    """Judge the addresses that the machine's own name has there."""
+    addresses = machine.own_addresses
     if not addresses:
-        return note(f"{name}does not resolve {place}", "a line with the host's real address in its /etc/hosts")
+        return note(f"{machine.host} does not resolve here", "a line with the host's real address in its /etc/hosts")
     if all(map(is_loopback, addresses)):
         return note(
-            f"{name}is {', '.join(addresses)} {place}: ranks get addresses instead, but a script that binds to its "
-            "host name reaches no other host",
+            f"{machine.host} is {', '.join(addresses)} here: ranks get addresses instead, but a script that binds to "
+            "its host name reaches no other host",
             "the host's real address in its /etc/hosts",
         )
-    return ok(f"{name}is {', '.join(addresses)}")
+    return ok(f"{machine.host} is {', '.join(addresses)}")
 
 
 def _judge_gpu_support(torch: Torch, needs: Needs, usual: Torch) -> Result | None:

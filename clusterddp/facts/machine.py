@@ -88,7 +88,7 @@ class Machine:
     gpus: tuple[str, ...] | None
     """None: not read."""
     own_addresses: tuple[str, ...] | None
-    """The addresses of the machine's own name; None: not read, or not resolved in time."""
+    """The addresses of the machine's own name; None: not read."""
     links: tuple[Link, ...]
     directory: Directory
     torch: Torch | None = None

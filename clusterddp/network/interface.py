@@ -144,6 +144,7 @@ _OF_CONTAINERS = re.compile(
     r"(docker|br-[0-9a-f]{12}$|veth|virbr|vnet|cni|flannel|cali|cilium|weave|podman|lxc|lxd|incusbr|kube)"
 )
 """Names of interfaces between the containers and virtual machines of one host."""
+_TUNNELS = {"tun", "wireguard", "ipip", "gre", "gretap", "sit", "vti", "ip6tnl", "ip6gre", "vxlan", "dummy"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -196,6 +197,10 @@ class Link:
     @property
     def of_containers(self) -> bool:
         return _OF_CONTAINERS.match(self.name) is not None
+
+    @property
+    def is_tunnel(self) -> bool:
+        return self.kind in _TUNNELS
 
     @property
     def leads_out(self) -> bool:

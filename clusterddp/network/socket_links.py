@@ -11,7 +11,6 @@ import ipaddress
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from clusterddp.network.choice import TUNNELS
 from clusterddp.network.interface import Link, LinkAddress
 
 _Place = ipaddress.IPv4Interface | ipaddress.IPv6Interface
@@ -60,7 +59,7 @@ def names_in(networks: Iterable[str], links: Iterable[Link]) -> tuple[str, ...]:
 
 def _usable(links: Iterable[Link]) -> Iterator[tuple[Link, LinkAddress]]:
     for link in links:
-        if link.up and not (link.loopback or link.wireless or link.of_containers or link.kind in TUNNELS):
+        if link.up and not (link.loopback or link.wireless or link.of_containers or link.is_tunnel):
             for entry in link.addresses:
                 if entry.lasting and not ipaddress.ip_address(entry.address).is_link_local:
                     yield link, entry

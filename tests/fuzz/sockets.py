@@ -66,7 +66,6 @@ def connection_with(data: bytes, protocol: Protocol, role: Role) -> Connection:
 def said_over_sockets() -> Iterator[Target]:
     yield _link()
     yield from _meeting()
-    yield _probed()
 
 
 def _link() -> Target:
@@ -148,21 +147,3 @@ def _meeting() -> Iterator[Target]:
         Example(value={"kind": "record", "file": "end", "attempt": 0, "record": end}),
     ]
     yield Target(name="records of node 0", examples=records, read=read_record)
-
-
-def _probed() -> Target:
-    from clusterddp.places.ssh.agent.network import PROBE, Try
-    from clusterddp.places.ssh.agent.operations import Target as Address
-
-    def read_answer(what: Any, data: bytes, rng: random.Random) -> None:
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            way = Address(target=0, address="127.0.0.1", port=listener.getsockname()[1], name="gpu01")
-            attempt = Try(way, "k", None)
-            attempt._attempt.connected = True
-            attempt._attempt._connection = connection_with(data, PROBE, "client")
-            attempt.go_on()
-            attempt.close()
-            attempt.result(0)
-
-    answer = {"kind": "here", "name": "gpu01", "seen": "10.0.0.2", "padding": " " * 99}
-    return Target(name="who answers at an address", examples=[Example(value=answer)], read=read_answer)

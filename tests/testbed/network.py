@@ -62,24 +62,6 @@ def open_ports(rack: Rack, node: str) -> None:
     rack.run(node, ["nft", "delete", "table", "inet", "rack"], check=False)
 
 
-def lose_name_server(rack: Rack, node: str, address: str) -> None:
-    """Let a node ask a name server that never answers, at an address that no host has, for what /etc/hosts lacks."""
-    script = """
-    sed 's/^hosts:.*/hosts: files dns/' /etc/nsswitch.conf >/run/nsswitch.conf
-    echo "nameserver $1" >/run/resolv.conf
-    place=$(realpath -m /etc/resolv.conf)
-    [ -e "$place" ] || install -D /dev/null "$place"
-    mount --bind /run/resolv.conf "$place"
-    mount --bind /run/nsswitch.conf /etc/nsswitch.conf
-    """
-    rack.run(node, ["sh", "-euc", script, "sh", address])
-
-
-def forget_name_server(rack: Rack, node: str) -> None:
-    """Let a node look names up in /etc/hosts alone, as all do at first."""
-    rack.run(node, ["sh", "-euc", "umount /etc/nsswitch.conf /etc/resolv.conf"])
-
-
 def cable_of(rack: Rack, node: str, name: str) -> str:
     """Name the head's end of an added interface's cable."""
     return f"{rack.plan.port(node)}-{name}"

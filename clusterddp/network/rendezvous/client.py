@@ -122,11 +122,6 @@ class AuthenticatedAttempt(Attempt):
         lost = self._connection.lost if self._connection is not None else None
         return lost or super().loss
 
-    @property
-    def proven(self) -> bool:
-        """True once the server has authenticated."""
-        return self._connection is not None and self._connection.proven
-
     def look(self, now: float) -> Found | None:
         super().look(now)
         if not self.connected:

@@ -9,8 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from clusterddp.errors import NetworkError, NonsenseError, PreflightError, SshError
-from clusterddp.network.choice import Findings, choose_network, plan_probes, usable_addresses
-from clusterddp.network.explanation import diagnose, explain_choice, warn_of_choice, warn_of_missing_interfaces
+from clusterddp.network.choice import Findings, speed_text
 from clusterddp.network.interface import loopback
 from clusterddp.places.ssh.session import Session
 from clusterddp.places.ssh.sessions import all_or_raise, ask_all
@@ -77,19 +76,18 @@ def choose(gang: Gang, findings: Findings) -> tuple[Gang, tuple[str, ...]]:
             for node in gang.nodes
         )
         return dataclasses.replace(gang, nodes=nodes, master_addr=here.address), ()
-    choice = choose_network(findings, gang.interface)
-    if choice.taken is None:
-        raise diagnose(findings, choice, gang.master_port)
+    candidates = findings.candidates()
+    if not candidates or not candidates[0].works:
+        raise findings.diagnose(candidates)
+    taken, why = candidates[0], findings.explain(candidates)
     places = {host.host: place for place, host in enumerate(findings.hosts)}
-    why = explain_choice(findings, choice)
-    chosen = []
-    for node in gang.nodes:
-        place = places[node.host]
-        link, address = choice.taken.endpoints[place].link, choice.taken.endpoints[place].address
-        chosen.append(dataclasses.replace(node, interface=link.name, address=address.address, why=why[place]))
-    notes = (*warn_of_choice(findings, choice), *warn_of_missing_interfaces(findings, gang.env))
-    master_addr = choice.taken.master.address.address
-    return dataclasses.replace(gang, nodes=tuple(chosen), master_addr=master_addr), notes
+    nodes = tuple(
+        dataclasses.replace(node, interface=link.name, address=address.address, why=f"{why}; {speed_text(link)}")
+        for node in gang.nodes
+        for link, address in [taken.endpoints[places[node.host]]]
+    )
+    settled = dataclasses.replace(gang, nodes=nodes, master_addr=taken.master_addr)
+    return settled, tuple(findings.warnings(candidates))
 
 
 def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: float = PROBE_S) -> Findings:
@@ -112,19 +110,17 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
             if network is None:
                 raise NonsenseError(host, "no network")
         here = tuple(dataclasses.replace(networks[host], host=host) for host in hosts)
-        findings = Findings(hosts=here, probes=())
+        findings = Findings(hosts=here, interface=gang.interface)
         if findings.on_one_machine:
             return findings
-        planned = dict(zip(hosts, plan_probes(findings, gang.interface), strict=True))
-        names = [address.address for _, address in usable_addresses(findings, gang.interface)[0]]
+        planned = dict(zip(hosts, findings.plan_probes(), strict=True))
 
         def probe(host: str) -> dict[str, object]:
             targets = [
                 {"target": target, "address": address, "port": port, "name": hosts[target]}
                 for target, address, port in planned[host]
             ]
-            source = hosts.index(host)
-            return {"nonce": nonce, "source": source, "targets": targets, "names": names, "within_s": within_s}
+            return {"nonce": nonce, "source": hosts.index(host), "targets": targets, "within_s": within_s}
 
         tried = all_or_raise(ask_all(by_host, "host.probe", probe), _SILENT)
     finally:
@@ -135,5 +131,4 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
         for place, host in enumerate(hosts)
         for each in tried[host].facts["probes"]
     ]
-    slow = [(place, address) for place, host in enumerate(hosts) for address in tried[host].facts["slow_names"]]
-    return Findings(hosts=findings.hosts, probes=tuple(probes), slow_names=tuple(slow))
+    return dataclasses.replace(findings, probes=tuple(probes))

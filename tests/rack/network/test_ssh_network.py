@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,8 +17,6 @@ from tests.support.paths import ROOT
 from tests.testbed.network import (
     add_interface,
     block_ports,
-    forget_name_server,
-    lose_name_server,
     open_ports,
     remove_interface,
 )
@@ -157,17 +156,6 @@ def test_the_reason_is_reported(lan: Lan) -> None:
     assert why == "the only network by which all 3 hosts reach each other; 10 Gb/s"
 
 
-def test_a_name_server_that_is_gone_is_named(lan: Lan) -> None:
-    """On the master's host, whose own /etc/hosts has Debian's 127.0.1.1 for its name and nothing for its address."""
-    lose_name_server(lan.rack, "node1", "10.77.0.250")
-    try:
-        notes = lan.settle().notes
-    finally:
-        forget_name_server(lan.rack, "node1")
-    assert notes.startswith("node1: looking up the name of 10.77.0.11 takes over a second")
-    assert "looking up" not in lan.settle().notes
-
-
 def test_one_host_alone_stays_on_its_loopback(lan: Lan) -> None:
     answer = lan.settle("node2")
     assert (answer.found["master_addr"], answer.interfaces) == ("127.0.0.1", ["lo"])
@@ -196,7 +184,7 @@ def test_names_of_interfaces_may_differ(lan: Lan) -> None:
     with second_network(lan, cables, names=names), firewall(lan, "node3", interface="eth0"):
         answer = lan.settle()
     assert answer.interfaces == ["eth1", "enp5s0", "lan7"]
-    assert "eth0 of node1 (10.77.0.11, 10 Gb/s) is not used: node1 -> node3 10.77.0.13" in answer.notes
+    assert "eth0 of node1 (10.77.0.11, 10 Gb/s) is not used: node1, node2 -> node3 eth0 10.77.0.13" in answer.notes
 
 
 def test_an_interface_that_one_host_lacks_is_not_taken(lan: Lan) -> None:
@@ -222,14 +210,14 @@ def test_an_overlapping_interface_that_leads_nowhere_is_named(lan: Lan) -> None:
 def test_a_firewall_is_named(lan: Lan) -> None:
     with firewall(lan, "node3"):
         answer = lan.settle()
-    assert "node1, node2 -> node3 eth0 10.77.0.13, any port: no answer" in answer.error
+    assert re.search(r"node1, node2 -> node3 eth0 10.77.0.13 port \d+: no answer", answer.error)
     assert "hint: does a firewall on node3, or before it, let every TCP port in from 10.77.0.0/24?" in answer.error
 
 
 def test_a_firewall_that_refuses_is_named(lan: Lan) -> None:
     with firewall(lan, "node3", refuse=True):
         answer = lan.settle()
-    assert "node1, node2 -> node3 eth0 10.77.0.13, any port: refused" in answer.error
+    assert re.search(r"node1, node2 -> node3 eth0 10.77.0.13 port \d+: refused", answer.error)
 
 
 def test_a_firewall_that_rejects_as_firewalld_does_is_named(lan: Lan) -> None:
@@ -238,7 +226,7 @@ def test_a_firewall_that_rejects_as_firewalld_does_is_named(lan: Lan) -> None:
     lan.rack.run("node3", ["nft", "-f", "-"], stdin=rules)
     answer = lan.settle()
     open_ports(lan.rack, "node3")
-    assert "node1, node2 -> node3 eth0 10.77.0.13, any port: No route to host" in answer.error
+    assert re.search(r"node1, node2 -> node3 eth0 10.77.0.13 port \d+: No route to host", answer.error)
     assert "hint: does a firewall on node3, or before it, let every TCP port in" in answer.error
 
 
@@ -254,19 +242,19 @@ def test_a_submit_tries_again_before_it_refuses(lan: Lan) -> None:
 def test_a_closed_master_port_is_named(lan: Lan) -> None:
     with firewall(lan, "node1", "29500"):
         answer = lan.settle(master_port=29500)
-    assert "port 29500 of node1 (eth0 10.77.0.11) is not reached by node2, node3: no answer" in answer.error
+    assert "node2, node3 -> node1 eth0 10.77.0.11 port 29500: no answer" in answer.error
 
 
 def test_a_closed_range_of_master_ports_is_named(lan: Lan) -> None:
     with firewall(lan, "node1", "10000-31999"):
         answer = lan.settle()
-    assert "hint: network.master_port: PORT names one that is open in the firewall" in answer.error
+    assert "network.master_port: PORT names one that is open in the firewall" in answer.error
 
 
 def test_a_master_port_in_use_is_named(lan: Lan) -> None:
     with listening(lan, "node1", 29500):
         answer = lan.settle(master_port=29500)
-    assert "node1: ask: network.master_port 29500 is in use by a process of root" in answer.error
+    assert "node1: ask: port 29500 is in use" in answer.error
 
 
 def test_an_interface_that_the_user_names_is_taken(lan: Lan) -> None:
@@ -287,7 +275,7 @@ def test_an_interface_that_the_user_names_is_tried(lan: Lan) -> None:
     with second_network(lan, cables), firewall(lan, "node2", interface="eth1"):
         answer = lan.settle(interface="eth1")
     assert "network.interface eth1 does not connect all 3 hosts" in answer.error
-    assert "node1 -> node2 eth1 10.88.0.2, any port: no answer" in answer.error
+    assert re.search(r"node1 -> node2 eth1 10.88.0.2 port \d+: no answer", answer.error)
 
 
 def test_between_containers_no_host_is_reached(lan: Lan) -> None:
@@ -302,7 +290,7 @@ def test_large_packets_that_are_lost_are_named(lan: Lan) -> None:
             lan.rack.run(node, ["python", "-c", SEGMENT_IN_SOFTWARE])
         answer = lan.settle(interface="eth1")
     assert "connected, but large packets are lost" in answer.error
-    assert "node1 eth1 has MTU 9000" in answer.error
+    assert "eth1 has MTU 9000" in answer.error
 
 
 SEGMENT_IN_SOFTWARE = """

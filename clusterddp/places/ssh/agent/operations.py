@@ -120,8 +120,7 @@ OPERATIONS: Mapping[str, Operation] = {
         {"network": HostNetwork | None},
     ),
     "host.probe": Operation(
-        {"nonce": str, "source": int, "targets": list[Target], "names": list[str], "within_s": float},
-        {"probes": list[Probe], "slow_names": list[str]},
+        {"nonce": str, "source": int, "targets": list[Target], "within_s": float}, {"probes": list[Probe]}
     ),
     "host.list": Operation(
         {"tokens": list[str] | None, "older_than_s": float | None}, {"runs": list[RunHere], "stored": Storage | None}
