@@ -13,19 +13,18 @@ import glob
 import os
 import shutil
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.places.base import Report
 from clusterddp.places.ssh.host_run import HostRun, Kind, Listed, checkpoints_among, locked, unwritable
-from clusterddp.system.file_set import read_sum
 from clusterddp.system.files import MAX_RECORD_BYTES, sync_directory, write_bytes
-from clusterddp.wire import read_object
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.agent.operations import Piece
+    from clusterddp.places.ssh.session import Session
 
 ASK_TIMEOUT_S = 10.0
 """How long a host may send no byte."""
@@ -43,21 +42,6 @@ _MAX_ASIDE = 16
 _LARGE_LOCK_S = 1.0
 
 
-class Answer(Protocol):
-    facts: dict[str, Any]
-    data: bytes
-
-
-class Asks(Protocol):
-    """The part of a session that a download needs."""
-
-    @property
-    def host(self) -> str: ...
-
-    def ask(self, do: str, facts: Mapping[str, Any] | None = None, *, timeout_s: float = ...) -> Answer:
-        """Ask the host, and wait for its answer."""
-
-
 @dataclass(kw_only=True, slots=True)
 class Downloaded:
     """The result of a download."""
@@ -68,18 +52,12 @@ class Downloaded:
     """True: everything that is wanted is here."""
     goes_on: bool = False
     """True: the host has more, or another process downloads it now."""
-    notes: list[str] = field(default_factory=list)
-    """What cannot be downloaded, and why."""
     problem: ClusterddpError | None = None
     """Why something could not be written locally."""
 
 
-class GoneError(Exception):
+class _GoneError(Exception):
     """The host no longer has the file, or has another one in its place."""
-
-
-class _DamagedError(Exception):
-    """A checkpoint on the host does not match its manifest, or the manifest is invalid."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,14 +70,7 @@ class _Copy:
     """True: the copy is of the file as listed; False: the file may have grown since, or begun anew."""
 
 
-class _Sum(NamedTuple):
-    """The sum and size of a file in a manifest."""
-
-    sha256: str
-    num_bytes: int
-
-
-def download(session: Asks, host_run: HostRun, files: Mapping[str, Listed], report: Report) -> Downloaded:
+def download(session: Session, host_run: HostRun, files: Mapping[str, Listed], report: Report) -> Downloaded:
     """Download what is wanted of a run, out of `files`, which the host lists; `report` receives what takes long.
 
     Raises: SshError.
@@ -125,7 +96,7 @@ def download(session: Asks, host_run: HostRun, files: Mapping[str, Listed], repo
             _replace(session, host_run, by_kind["end"], only_missing=True)
         done.has_records, done.goes_on = True, not is_whole
         if is_whole:
-            done.is_complete = _download_large(session, host_run, by_kind["large"], report, done.notes)
+            done.is_complete = _download_large(session, host_run, by_kind["large"], report)
             done.goes_on = not done.is_complete
     except SshError:
         raise
@@ -137,7 +108,7 @@ def download(session: Asks, host_run: HostRun, files: Mapping[str, Listed], repo
 
 
 def _read_parts(
-    session: Asks, run_name: str, parts: list[dict[str, Any]]
+    session: Session, run_name: str, parts: list[dict[str, Any]]
 ) -> Iterable[tuple[dict[str, Any], Piece, bytes]]:
     """Request pieces of files of a run; yield for each the request, the host's answer, and the bytes.
 
@@ -155,12 +126,12 @@ def _read_parts(
         begin += answer["length"]
 
 
-def _append(session: Asks, run_name: str, copies: Mapping[str, _Copy], *, max_bytes: int | None = None) -> bool:
+def _append(session: Session, run_name: str, copies: Mapping[str, _Copy], *, max_bytes: int | None = None) -> bool:
     """Update copies to the host's listing; `copies`: path on the host -> copy.
 
     Return False when some bytes came and more are left. A host that sends no byte is not asked again before the next
     listing.
-    Raises: SshError. GoneError: a file differs from its listing, and its copy is exact. OSError: of the disk.
+    Raises: SshError. _GoneError: a file differs from its listing, and its copy is exact. OSError: of the disk.
     """
     received_bytes, is_whole = 0, True
     todo = {path: copy for path, copy in copies.items() if _read_listed(copy.place) != tuple(copy.listed)}
@@ -189,7 +160,7 @@ def _append_part(host: str, part: Mapping[str, Any], answer: Piece, data: bytes,
     """Write a piece; return `more`, `done`, or `short`: the next listing shows what is left."""
     if copy.exact and (answer["gone"] or (answer["size"], answer["mtime_ns"]) != tuple(copy.listed)):
         copy.place.unlink(missing_ok=True)
-        raise GoneError
+        raise _GoneError
     if answer["gone"]:
         return "done"  # the copy stays
     size = _size_of(copy.place)
@@ -200,7 +171,7 @@ def _append_part(host: str, part: Mapping[str, Any], answer: Piece, data: bytes,
             return "short"  # the answer was full
         if copy.exact:
             copy.place.unlink()
-            raise GoneError
+            raise _GoneError
         _set_aside(copy.place)
         return "more"
     new = data[known:]
@@ -245,7 +216,7 @@ def _write_piece(path: Path, offset: int, data: bytes, mtime_ns: int | None) -> 
         os.close(descriptor)
 
 
-def _replace(session: Asks, host_run: HostRun, files: Mapping[str, Listed], *, only_missing: bool = False) -> None:
+def _replace(session: Session, host_run: HostRun, files: Mapping[str, Listed], *, only_missing: bool = False) -> None:
     """Download small files that differ from the local ones; with `only_missing`, only those that are not here."""
 
     def differs(path: str) -> bool:
@@ -278,9 +249,7 @@ def _merge_events(host_run: HostRun) -> None:
             file.write(added)
 
 
-def _download_large(
-    session: Asks, host_run: HostRun, files: Mapping[str, Listed], report: Report, notes: list[str]
-) -> bool:
+def _download_large(session: Session, host_run: HostRun, files: Mapping[str, Listed], report: Report) -> bool:
     """Download output and checkpoints, each complete with its manifest or not at all; return whether all are here.
 
     The newest checkpoint comes first, then the older ones, then the other files.
@@ -297,51 +266,28 @@ def _download_large(
         count = "1 file" if len(missing) == 1 else f"{len(missing)} files"
         report(f"downloading {count}, {num_bytes / 1e6:.1f} MB, from {host_run.host}")
         _check_room(host_run, num_bytes)
+        # A manifest comes after its data: without it there is no checkpoint. Whoever loads one checks its sum.
+        groups = [
+            [f"checkpoints/{name}.pt", f"checkpoints/{name}.json"] for name in reversed(checkpoints_among(missing))
+        ]
+        groups += [[path] for path in missing.keys() - {path for group in groups for path in group}]
         is_complete = True
-        generations = [f"checkpoints/{name}" for name in reversed(checkpoints_among(missing))]
-        for generation in generations:
+        for group in groups:
             try:
-                _download_checkpoint(session, host_run, generation, files)
-            except GoneError:
-                is_complete = False  # a newer one has replaced it; the next listing has that
-            except _DamagedError as error:
-                notes.append(f"{host_run.host}: the checkpoint {Path(generation).name} was not downloaded: {error}")
-        for path in missing.keys() - {f"{each}{suffix}" for each in generations for suffix in (".json", ".pt")}:
-            try:
-                _download_file(session, host_run, path, missing[path])
-            except GoneError:
-                is_complete = False  # it changes; the next listing has its new size
+                for path in group:
+                    if path not in files:
+                        raise _GoneError
+                    if path in missing:
+                        _download_file(session, host_run, path, missing[path])
+            except _GoneError:
+                is_complete = False  # it changes, or a newer one has replaced it; the next listing has its new size
         return is_complete
 
 
-def _download_checkpoint(session: Asks, host_run: HostRun, generation: str, files: Mapping[str, Listed]) -> None:
-    """Download a checkpoint, then its manifest.
-
-    Raises: GoneError: it is no longer there. _DamagedError: it does not match its manifest, which may be invalid.
-    """
-    path, data = f"{generation}.json", f"{generation}.pt"
-    part = {"path": path, "offset": 0, "limit": PIECE_BYTES}
-    ((_, answer, text),) = _read_parts(session, host_run.name, [part])
-    if answer["gone"] or data not in files:
-        raise GoneError
-    try:
-        manifest = read_object(text)
-        name, expected = manifest["file"], _Sum(str(manifest["sha256"]), int(manifest["bytes"]))
-    except (ValueError, KeyError, TypeError) as error:
-        raise _DamagedError("its manifest is invalid") from error
-    if f"checkpoints/{name}" != data:
-        raise _DamagedError(f"its manifest names {name!r}")
-    if not _is_here(host_run.place_of(data), files[data]):
-        _download_file(session, host_run, data, files[data], expected)
-    write_bytes(host_run.place_of(path), text)
-    os.utime(host_run.place_of(path), ns=(answer["mtime_ns"], answer["mtime_ns"]))
-
-
-def _download_file(session: Asks, host_run: HostRun, path: str, listed: Listed, expected: _Sum | None = None) -> None:
+def _download_file(session: Session, host_run: HostRun, path: str, listed: Listed) -> None:
     """Download one file beside its place, and rename it there; a later try goes on where this one breaks off.
 
-    `expected`: the sum and size in its manifest.
-    Raises: GoneError: it is no longer there, or was replaced. _DamagedError: it does not match the manifest.
+    Raises: _GoneError: it is no longer there, or was replaced.
     """
     place = host_run.place_of(path)
     place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -354,9 +300,6 @@ def _download_file(session: Asks, host_run: HostRun, path: str, listed: Listed, 
     except OSError:
         partial.unlink(missing_ok=True)  # the disk is full: free what the download took
         raise
-    if expected and expected != _Sum(read_sum(os.fsencode(partial)).hex(), partial.stat().st_size):
-        partial.unlink()
-        raise _DamagedError("its sum differs from its manifest's")
     with open(partial, "rb") as file:
         os.fsync(file.fileno())
     partial.replace(place)

@@ -11,14 +11,14 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.places.base import Report, no_report
 from clusterddp.places.ssh.connections import EACH_S
-from clusterddp.places.ssh.download import ASK_TIMEOUT_S, Asks, download
+from clusterddp.places.ssh.download import ASK_TIMEOUT_S, download
 from clusterddp.places.ssh.host_run import (
     HostReport,
     HostRun,
@@ -36,6 +36,7 @@ from clusterddp.places.ssh.host_run import (
 from clusterddp.run.directory import RunDir
 
 if TYPE_CHECKING:
+    from clusterddp.places.ssh.session import Session
     from clusterddp.places.ssh.sessions import Open, SessionPool, Work
     from clusterddp.planning.ssh import SshNode
 
@@ -59,7 +60,6 @@ class _Result:
     goes_on: bool = False
     """True: the host has more."""
     problem: ClusterddpError | None = None
-    notes: Sequence[str] = ()
 
 
 class Synchroniser:
@@ -153,7 +153,7 @@ class Synchroniser:
     def ask_hosts(self, run: RunDir, do: str, facts: Mapping[str, Any]) -> dict[str, dict[str, Any] | SshError]:
         """Send a request to the hosts of a run over the open connections; host -> its answer, empty without hosts."""
 
-        def ask(session: Asks) -> dict[str, Any]:
+        def ask(session: Session) -> dict[str, Any]:
             return session.ask(do, facts, timeout_s=ASK_TIMEOUT_S).facts
 
         asked = [node for node, host_runs in self._host_runs.items() if any(each.run == run for each in host_runs)]
@@ -214,8 +214,6 @@ class Synchroniser:
         self._is_behind = self._is_behind or result.goes_on
         if result.report is not None:
             reports.setdefault(result.run, []).append(result.report)
-        for note in result.notes:
-            self._report_once(note, note, None)
         if result.problem is not None:
             self._report_once("here", result.problem.message, result.problem.hint)
 
@@ -230,7 +228,7 @@ class Synchroniser:
         if self._names_hosts and (problem or host in self._reported):
             self._report_once(host, f"{host} {problem or 'answers again'}", hint)
 
-    def _ask_host(self, node: SshNode, host_runs: list[HostRun], session: Asks) -> list[_Result]:
+    def _ask_host(self, node: SshNode, host_runs: list[HostRun], session: Session) -> list[_Result]:
         """Ask a host for what is new of runs, and download it; runs in the host's own thread."""
         asked = [{"name": each.name, "token": each.token} for each in host_runs]
         reply = session.ask("run.look", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
@@ -245,10 +243,12 @@ class Synchroniser:
             results.append(self._download(session, host_run, answer, files))
         return results
 
-    def _download(self, session: Asks, host_run: HostRun, answer: dict[str, Any], files: dict[str, Listed]) -> _Result:
+    def _download(
+        self, session: Session, host_run: HostRun, answer: dict[str, Any], files: dict[str, Listed]
+    ) -> _Result:
         host_run = host_run.wanting_from(newest_attempt(host_run.run, files))
         done = download(session, host_run, files, self._report)
-        result = _Result(run=host_run.run, goes_on=done.goes_on, problem=done.problem, notes=done.notes)
+        result = _Result(run=host_run.run, goes_on=done.goes_on, problem=done.problem)
         if done.has_records:
             result.report = report_of(host_run, answer, files)
             if host_run.wants.results and done.is_complete:

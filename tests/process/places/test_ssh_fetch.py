@@ -97,15 +97,6 @@ def test_a_checkpoint_without_a_manifest_is_fetched_as_it_is(hosts: Hosts) -> No
     assert (hosts.run.checkpoints / "mine.pt").read_bytes() == b"weights"
 
 
-def test_a_checkpoint_that_is_not_what_its_manifest_says_is_left_there_and_named(hosts: Hosts) -> None:
-    name = save(hosts.head, 7)
-    (hosts.head.checkpoints / f"{name}.pt").write_bytes(b"x" * 1000)
-    write_end(hosts.start()[0], END)
-    hosts.fetch()
-    assert fetched(hosts) == []
-    assert f"gpu01: the checkpoint {name} was not downloaded: its sum differs from its manifest's" in hosts.said
-
-
 def test_a_checkpoint_whose_copy_was_cut_off_goes_on_where_it_was(hosts: Hosts) -> None:
     name = save(hosts.head, 7, num_bytes=5 * PIECE_BYTES)
     write_end(hosts.start()[0], END)
