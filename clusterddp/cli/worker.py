@@ -119,9 +119,7 @@ def _be_rank(
     run, _ = here.settle(decided)
     if seat.number == 0:
         _print_met(here, decided, run.path)
-    argv, environment = here.become_rank(decided, run)
-    if met.port is not None and not launched.port_is_taken:
-        environment |= met.port.keep_over_exec(listening=here.takes_listener)
+    argv, environment = here.become_rank(decided, run, met.port)
     os.execve(argv[0], argv, environment)  # the same process becomes the rank
 
 

@@ -29,7 +29,7 @@ from clusterddp.network.rendezvous.handshake import JOIN_KEY
 from clusterddp.places.registry import launcher_named
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
-from clusterddp.places.worker.meeting import Met, Seat
+from clusterddp.places.worker.meeting import MasterPort, Met, Seat
 from clusterddp.places.worker.place import (
     choose_interface,
     count_gpus,
@@ -232,12 +232,6 @@ class RankWorker(Worker):
 
     launched: Launched
 
-    @property
-    def takes_listener(self) -> bool:
-        """True when rank 0 takes over the socket that listens at the master port; see `Entry.takes_listener`."""
-        entry = self.job.entry
-        return entry is None or (entry.command is None and entry.counts == "processes")
-
     def decide(self, met: Met) -> dict[str, Any]:
         if met.hellos[0].facts["torch"] == "" and self.job.entry is None:
             raise PreflightError(
@@ -276,8 +270,13 @@ class RankWorker(Worker):
         submitter = dataclasses.asdict(ProcessIdentity.of())
         return dataclasses.replace(record, submitter=submitter, job_id=decided.identity)
 
-    def become_rank(self, decided: Decided, run: RunDir) -> tuple[tuple[str, ...], dict[str, str]]:
-        """Record this process as the rank that it becomes; return the command and the environment for that."""
+    def become_rank(
+        self, decided: Decided, run: RunDir, port: MasterPort | None
+    ) -> tuple[tuple[str, ...], dict[str, str]]:
+        """Record this process as the rank that it becomes; return the command and the environment for that.
+
+        `port`: rank 0's, which stays open in the rank.
+        """
         planned = read_gang(run)
         interface = choose_interface(self.job, decided.reached, len(decided.nodes)).name
         variables = self._variables(decided, self._placed(planned, decided), run, interface)
@@ -287,6 +286,8 @@ class RankWorker(Worker):
             dict(self.environ) | python_path(self.environ) | chosen | find_preload(planned.entry).environment()
         )
         environment.pop(JOIN_KEY, None)  # the program does not need it
+        if port is not None and not self.launched.port_is_taken:
+            environment |= port.keep_over_exec(listening=planned.entry.takes_listener)
         return rank_command(run.path), environment
 
     def _placed(self, gang: Gang, decided: Decided) -> Gang:
