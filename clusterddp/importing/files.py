@@ -9,7 +9,7 @@ GPU_WORLD_SIZE, GPU_WORLD_RANK and GPU are overwritten when a training starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -96,8 +96,6 @@ def _masked(match: re.Match[str]) -> str:
     return f"{match[1]}=..." if is_secret(match[1], match[2]) else match[0]
 
 
-Host = tuple[str, int | None]
-"""A host or a set of hosts, and its slots where they are given."""
 ACCELERATE_MARKS = frozenset({"compute_environment", "distributed_type"})
 GLUON_SECTION = "DDP_CONFIG"
 _WORDS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
@@ -130,26 +128,17 @@ def read_hosts(path: Path, findings: Findings) -> None:
 
     Raises: SpecError: with every line that is wrong.
     """
-    set_hosts(list_hosts(read_hostfile(path).node), findings)
-
-
-def list_hosts(node: tree.Node | None) -> list[Host]:
-    """Return the hosts of a hostfile or of `a:2,b:2`, with their slots where they have some."""
+    node = read_hostfile(path).node
     assert isinstance(node, tree.ListNode)
-    hosts: list[Host] = []
+    hosts: list[str | dict[str, str | int]] = []
     for item in node.items:
         if isinstance(item, tree.Scalar):
-            hosts.append((item.text, None))
+            hosts.append(item.text)
         elif isinstance(item, tree.Mapping):
             entries = {key: value.text for key, value in item.entries.items() if isinstance(value, tree.Scalar)}
-            hosts.append((entries["host"], int(entries["gpus"])))
-    return hosts
-
-
-def set_hosts(hosts: Iterable[Host], findings: Findings) -> None:
-    """Write the hosts into the spec, for launcher ssh."""
+            hosts.append({"host": entries["host"], "gpus": int(entries["gpus"])})
     findings.set("launcher", "ssh")
-    findings.set("ssh.hosts", [host if slots is None else {"host": host, "gpus": slots} for host, slots in hosts])
+    findings.set("ssh.hosts", hosts)
 
 
 def read_env_file(text: str, findings: Findings) -> None:

@@ -1,16 +1,14 @@
-"""The line that trains: its launch programs (srun, torchrun ...), and the nodes, ranks and hosts that they start."""
+"""The line that trains: its launch programs (srun, torchrun ...), and the nodes and ranks that they start."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Literal, NoReturn
 
-from clusterddp.errors import ClusterddpError
-from clusterddp.importing.files import Findings, Host, list_hosts, set_variable
+from clusterddp.importing.files import Findings, set_variable
 from clusterddp.importing.job import GPU_SIZES, SIZES, Given, GivenOptions, Sizes
 from clusterddp.importing.options import (
     ACCELERATE,
@@ -24,8 +22,6 @@ from clusterddp.importing.options import (
     take_options,
     words,
 )
-from clusterddp.spec.fields import MAX_RANKS
-from clusterddp.spec.hosts import expand_all, parse_hosts, read_hostfile
 from clusterddp.spec.slurm_options import KNOWN, OWNED, SRUN_OPTIONS
 
 LaunchProgram = Literal["srun", "mpirun", "torchrun", "launch", "accelerate", "deepspeed"]
@@ -176,8 +172,7 @@ _NODES = {"srun": "nodes", "torchrun": "nnodes", "launch": "nnodes", "accelerate
           "deepspeed": "num_nodes"}  # fmt: skip
 _PER_NODE = ("npernode", "ppn", "ntasks_per_node")
 _TOTALS = ("np",)
-_HOST_LISTS = ("host", "hosts", "include")
-_HOSTFILES = ("hostfile", "machinefile", "f")
+_HOSTS = words("host hosts include hostfile machinefile f")
 
 
 @dataclass(slots=True)
@@ -187,14 +182,7 @@ class LaunchLine:
     given: GivenOptions
     """The job's options, with those that the line adds or replaces."""
     settled: set[str] = field(default_factory=set)
-    """Names of options that `given`, `hosts` or the number of ranks contains."""
-    hosts: tuple[Host, ...] = ()
-    """The hosts that the ranks are started on, where the line names them, with the ranks of each."""
-
-    def hosts_to_write(self, ranks_per_node: int) -> tuple[Host, ...]:
-        """Return the hosts, with the number of ranks of each where the numbers differ."""
-        alike = len({slots for _, slots in self.hosts}) == 1
-        return tuple((host, None if alike else slots or ranks_per_node) for host, slots in self.hosts)
+    """Names of options that `given` or the number of ranks contains."""
 
 
 def read_launch_line(
@@ -203,26 +191,23 @@ def read_launch_line(
     findings: Findings,
     line: int,
     *,
-    place: Path,
     refuse: Callable[[int, str, str], NoReturn],
 ) -> LaunchLine:
-    """Read the nodes, tasks and hosts of a command line; options of the job that contradict it are listed.
-
-    `place`: the directory of hostfiles.
-    """
+    """Read the nodes and tasks of a command line; options of the job that contradict it are listed."""
     for level in command.levels:
         for option in level.options:
             text = f"{level.program} {option.text}"
+            if option.name in _HOSTS and level.program != "srun":
+                if not job:
+                    refuse(line, text, "hosts, which clusterddp submit --hosts LIST or --hostfile FILE takes,")
+                findings.lose(text, "in a job Slurm chooses the hosts; slurm.nodelist names them", line)
             if level.program == "accelerate" and option.name in _OTHER_STRATEGIES:
                 refuse(line, text, "the ranks would train plain DDP without it: entry.command with owns_ranks runs it")
             if option.value and option.value.computed and _OURS.get(option.name) not in {_RENDEZVOUS, _LOGS, _GANG}:
                 refuse(line, text, "a shell computes the value")
-    reader = _Reader(job, findings, line, place)
+    reader = _Reader(job, findings, line)
     for level in command.levels:
         reader.read(level)
-    if reader.found.hosts and job:
-        why = "in a job Slurm chooses the hosts; slurm.nodelist names them"
-        findings.lose(", ".join(host for host, _ in reader.found.hosts), why, line)
     return reader.found
 
 
@@ -235,12 +220,11 @@ def ranks_of_mapping(value: Word) -> int | None:
 class _Reader:
     """Reads the launch programs of one line, from the outermost inwards; the innermost decides."""
 
-    def __init__(self, job: GivenOptions, findings: Findings, line: int, place: Path) -> None:
+    def __init__(self, job: GivenOptions, findings: Findings, line: int) -> None:
         self.found = LaunchLine(given=GivenOptions(job))
         self._job = job
         self._findings = findings
         self._line = line
-        self._place = place
 
     def read(self, level: Level) -> None:
         """Read the options of one program."""
@@ -269,25 +253,14 @@ class _Reader:
         if per_node is None and mapped and (per_node := ranks_of_mapping(mapped)):
             found.settled.add("map_by")
         found.settled |= fixed.keys() & {*_TOTALS, *_PER_NODE}
-        by_node = "bynode" in fixed or bool(mapped and mapped.text.lower().startswith("node"))
-        if named := self._find_hosts(level, fixed):
-            option, hosts = named
-            found.hosts = _place_ranks(hosts, total, per_node, by_node=by_node)
-            found.settled |= fixed.keys() & {"map_by", "bynode"} if by_node else set()
-            self._set_nodes(level.program, option, str(len(found.hosts)))
-        elif total and per_node and "nodes" not in found.given:
+        if total and per_node and "nodes" not in found.given:
             option = next(fixed[name] for name in _TOTALS if name in fixed)
             self._set_nodes(level.program, option, str(-(-total // per_node)))
 
     def _read_agent(self, level: Level, fixed: Mapping[str, Option]) -> None:
         """Read torchrun's, accelerate's and DeepSpeed's options."""
         found, option = self.found, fixed.get(_NODES[level.program])
-        named = self._find_hosts(level, fixed) if level.program == "deepspeed" else None
-        if named:
-            found.hosts = tuple(named[1][: _number(option) or len(named[1])])
-            self._set_nodes(level.program, named[0], str(len(found.hosts)))
-            found.settled.add("num_nodes")
-        elif option and option.value:
+        if option and option.value:
             self._set_nodes(level.program, option, option.value.text)
         threads = fixed.get("num_cpu_threads_per_process")
         if threads and _number(threads) and not {"cpus_per_task", "cpus_per_gpu"} & found.given.keys():
@@ -311,57 +284,6 @@ class _Reader:
         nodes = Option(name="nodes", value=Word(str(number)), text=option.text)
         found.given["nodes"] = Given(option=nodes, line=self._line, of=program)
         found.settled.add(option.name)
-
-    def _find_hosts(self, level: Level, fixed: Mapping[str, Option]) -> tuple[Option, list[Host]] | None:
-        """Find the hosts that a line names, or those of the hostfile that it names, if it can be read."""
-        for name in (*_HOST_LISTS, *_HOSTFILES):
-            option = fixed.get(name)
-            value = option.value.text if option and option.value else ""
-            if option is None or not value:
-                continue
-            try:
-                hosts = _included(value) if name == "include" else self._read_hosts(name, value)
-            except ClusterddpError:
-                why = "its hosts cannot be read: name them in ssh.hosts, and how many in resources.nodes"
-                self._findings.lose(f"{level.program} {option.text}", why, self._line)
-                continue
-            return option, hosts
-        return None
-
-    def _read_hosts(self, name: str, value: str) -> list[Host]:
-        read = parse_hosts(value) if name in _HOST_LISTS else read_hostfile((self._place / value).absolute())
-        entries = list_hosts(read.node)
-        expand_all(host for host, _ in entries)  # refuses too many
-        return _merged((host, slots) for entry, slots in entries for host in expand_all([entry]))
-
-
-def _included(value: str) -> list[Host]:
-    """Read DeepSpeed's `a:0,1@b`: hosts, and the GPUs of each that are used."""
-    entries = [part.partition(":") for part in value.split("@") if part]
-    return _merged((host, len(gpus.split(",")) if colon else None) for host, colon, gpus in entries)
-
-
-def _merged(entries: Iterable[Host]) -> list[Host]:
-    """Name each host once; the slots of one that is named several times add up, as with mpirun."""
-    hosts: dict[str, int | None] = {}
-    for host, slots in entries:
-        hosts[host] = slots if host not in hosts else (hosts[host] or 1) + (slots or 1)
-    return list(hosts.items())
-
-
-def _place_ranks(hosts: list[Host], total: int | None, per_node: int | None, *, by_node: bool) -> tuple[Host, ...]:
-    """Distribute ranks over hosts: fill the slots of each host in order, or one on each host in turn."""
-    if per_node:
-        needed = -(-total // per_node) if total else len(hosts)
-        return tuple((host, per_node) for host, _ in hosts[:needed])
-    slots = [number or 1 for _, number in hosts]
-    total = min(total or sum(slots), MAX_RANKS)
-    if by_node or total > sum(slots):
-        each, more = divmod(total, len(hosts))
-        placed = [each + (index < more) for index in range(len(hosts))]
-    else:
-        placed = [max(0, min(number, total - sum(slots[:index]))) for index, number in enumerate(slots)]
-    return tuple((host, number) for (host, _), number in zip(hosts, placed, strict=True) if number)
 
 
 def _number(option: Option | None) -> int | None:
@@ -396,7 +318,7 @@ _OURS: dict[str, str] = {
     **dict.fromkeys(
         words(
             "nodes ntasks ntasks_per_node nnodes num_nodes num_machines np npernode ppn multi_gpu gpus "
-            "cpus_per_task gres gpus_per_node gpus_per_task nodelist host hosts hostfile machinefile f oversubscribe "
+            "cpus_per_task gres gpus_per_node gpus_per_task nodelist oversubscribe "
             "bynode byslot map_by rank_by num_cpu_threads_per_process"
         ),
         _PLACE,
@@ -424,18 +346,16 @@ class Ranks:
     doubts: tuple[str, ...] = ()
 
 
-def count_ranks(command: Command, sizes: Sizes, launch: LaunchLine) -> Ranks:
+def count_ranks(command: Command, sizes: Sizes) -> Ranks:
     """Count the ranks that a command starts on each node."""
     inner = next((level for level in reversed(command.levels) if level.program in _STARTS_RANKS), None)
     if inner is not None:
-        return _count_started(inner, sizes, launch)
+        return _count_started(inner, sizes)
     outer = [level for level in command.levels if level.program in {"srun", "mpirun"}]
     if not outer:
         few = sizes.tasks_per_node * sizes.nodes > 1 or (sizes.gpus_per_node or 1) > 1
         doubt = "the script starts one process, without srun or torchrun: one rank on each node; a program that "
         return Ranks(per_node=1, doubts=(f"{doubt}starts its own ranks needs entry.owns_ranks: true",) if few else ())
-    if launch.hosts:
-        return _count_on_hosts(launch)
     ranks = Ranks(per_node=sizes.tasks_per_node)
     for level in outer:
         ranks = _count_tasks(level, sizes, ranks)
@@ -458,7 +378,7 @@ def translate_levels(command: Command, findings: Findings, line: int, *, settled
             why = "ranks start without MPI: a program that calls it (Horovod, mpi4py) needs slurm.mpi: pmix"
             findings.lose("mpirun", why, line)
         for option in level.options:
-            if option.name not in {*settled, *_HANDLED}:
+            if option.name not in {*settled, *_HANDLED, *_HOSTS}:
                 _translate(level, option, findings, line)
     container = findings.values.get("container")
     if container and "image" not in container:
@@ -495,7 +415,7 @@ def _translate(level: Level, option: Option, findings: Findings, line: int) -> N
         findings.lose(text, f"a spec has no key for this option of {level.program}", line)
 
 
-def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
+def _count_started(level: Level, sizes: Sizes) -> Ranks:
     if level.program == "accelerate":
         total = level.number("num_processes")
         return _share(total, sizes.nodes) if total else Ranks(per_node=sizes.gpus_per_node or 1)
@@ -510,8 +430,6 @@ def _count_started(level: Level, sizes: Sizes, launch: LaunchLine) -> Ranks:
         doubts = (f"{level.program} without --nnodes starts a world on each node; the spec has one on {sizes.nodes}",)
     if number := level.number(counts):
         return Ranks(per_node=number, doubts=doubts)
-    if level.program == "deepspeed" and any(slots for _, slots in launch.hosts):
-        return _count_on_hosts(launch)
     if wanted is None and level.program != "deepspeed":
         return Ranks(per_node=1, doubts=doubts)
     if wanted is not None and wanted.text == "cpu":
@@ -532,14 +450,6 @@ def _count_tasks(level: Level, sizes: Sizes, so_far: Ranks) -> Ranks:
     if number := level.number("ntasks", "np", "num_proc"):
         return _share(number, sizes.nodes)
     return so_far
-
-
-def _count_on_hosts(launch: LaunchLine) -> Ranks:
-    """Count the ranks of a host; where hosts have different numbers, ssh.hosts has the number of each."""
-    numbers = [slots or 1 for _, slots in launch.hosts]
-    listed = ", ".join(f"{host} {slots or 1}" for host, slots in launch.hosts[:8])
-    doubt = f"hosts have different numbers of ranks, which a spec has as their GPUs: {listed}"
-    return Ranks(per_node=max(numbers), doubts=(doubt,) if len(set(numbers)) > 1 else ())
 
 
 def _share(total: int, nodes: int) -> Ranks:

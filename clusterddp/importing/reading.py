@@ -92,7 +92,7 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
         if len(text) > MAX_SCRIPT:
             raise UsageError(f"{path}: is larger than {MAX_SCRIPT:,} characters, expected a batch script")
         findings.set("launcher", "slurm")
-        read_batch_script(text, findings, line=line, place=path.parent)
+        read_batch_script(text, findings, line=line)
     elif kind == "hostfile":
         read_hosts(path, findings)
     elif kind == "env":

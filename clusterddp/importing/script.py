@@ -10,11 +10,11 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby, takewhile
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from typing import NoReturn
 
 from clusterddp.errors import UsageError
-from clusterddp.importing.files import Findings, set_hosts, set_variable
+from clusterddp.importing.files import Findings, set_variable
 from clusterddp.importing.job import SIZES, Given, GivenOptions, read_sbatch_lines, read_sizes, set_sizes
 from clusterddp.importing.launch import (
     Command,
@@ -91,10 +91,10 @@ class Candidate:
 Refuse = Callable[[int, str, str], NoReturn]
 
 
-def read_batch_script(text: str, findings: Findings, *, line: int | None = None, place: Path = Path()) -> None:
+def read_batch_script(text: str, findings: Findings, *, line: int | None = None) -> None:
     """Read a batch script into `findings`; nothing of it is executed.
 
-    `line`: that of the command that trains, when there are several. `place`: the directory of hostfiles.
+    `line`: that of the command that trains, when there are several.
     Raises: UsageError: no command that trains is found, or more than one, or what only a shell can read.
     """
 
@@ -110,19 +110,17 @@ def read_batch_script(text: str, findings: Findings, *, line: int | None = None,
     chosen = _choose(reader.candidates, findings, line)
     command, at = chosen.command, chosen.statement.line
     _check_words(chosen, refuse)
-    launch = read_launch_line(command, job, findings, at, place=place, refuse=refuse)
+    launch = read_launch_line(command, job, findings, at, refuse=refuse)
     sizes = read_sizes(launch.given, findings)
     _name(launch.given, findings)
     for name, (value, exported_at) in chosen.exports.items():
         if not set_variable(name, value, findings, exported_at, cores=sizes.cpus_per_task):
             refuse(exported_at, f"{name}={value.text}", "a shell computes the value")
     _translate_options(launch.given, findings)
-    ranks = count_ranks(command, sizes, launch)
+    ranks = count_ranks(command, sizes)
     for doubt in ranks.doubts:
         findings.lose(chosen.statement.text, doubt, at)
     set_sizes(launch.given, sizes, ranks.per_node, findings)
-    if launch.hosts and not job:
-        set_hosts(launch.hosts_to_write(ranks.per_node), findings)
     translate_levels(command, findings, at, settled=launch.settled)
     _translate_entry(chosen, findings)
 

@@ -299,28 +299,14 @@ def test_a_name_that_a_spec_refuses_is_changed_and_listed() -> None:
         ("srun -n 8 --ntasks-per-node=4 python t.py", 2, 4),
         ("srun -w a,b --ntasks-per-node=4 python t.py", 2, 4),
         ("srun -N2 torchrun --nnodes 2 --nproc_per_node 4 t.py", 2, 4),
-        ("mpirun -H a:2,b:2 python t.py", 2, 2),
-        ("mpirun -np 4 -host a:2,b:2 python t.py", 2, 2),
-        ("mpirun -np 4 -H a,b python t.py", 2, 2),
-        ("mpirun -np 4 -H a:4,b:4 python t.py", 1, 4),
-        ("mpirun -np 4 --bynode -H a:4,b:4 python t.py", 2, 2),
-        ("mpirun --map-by ppr:3:node -H a:4,b:4 python t.py", 2, 3),
         ("mpirun -np 4 -npernode 2 python t.py", 2, 2),
-        ("mpirun -np 4 -hostfile hostfile python t.py", 2, 2),
-        ("mpiexec.hydra -hosts a,b -n 4 -ppn 2 python t.py", 2, 2),
-        ("mpiexec.hydra -f hostfile -n 8 -ppn 4 python t.py", 2, 4),
-        ("mpirun -np 2 -H a,b torchrun --nnodes 2 --nproc_per_node 4 t.py", 2, 4),
         ("accelerate launch --num_machines 2 --num_processes 16 t.py", 2, 8),
         ("deepspeed --num_nodes 2 --num_gpus 4 t.py", 2, 4),
-        ("deepspeed --hostfile hostfile t.py", 2, 2),
-        ("deepspeed --hostfile hostfile --num_nodes 1 t.py", 1, 2),
-        ("deepspeed --include a:0,1@b:0,1 t.py", 2, 2),
     ],
 )
 def test_a_script_without_a_job_has_the_nodes_and_ranks_that_its_line_starts(
     tmp_path: Path, command: str, nodes: int, per_node: int
 ) -> None:
-    (tmp_path / "hostfile").write_text("a slots=2\nb slots=2\n")
     found = imported(tmp_path, f"#!/bin/bash\nmodule load cuda\n{command}\n", kind="slurm")
     resources = found.resolved.job.resources
     assert (resources.nodes, resources.ranks_per_node) == (nodes, per_node)
@@ -337,11 +323,10 @@ def test_what_srun_asks_slurm_for_without_a_job_becomes_the_job(tmp_path: Path) 
     assert {name: options[name] for name in wanted} == wanted
 
 
-def test_hosts_that_a_line_names_become_those_of_a_run_over_ssh(tmp_path: Path) -> None:
-    job = imported(tmp_path, "mpirun -H a:2,b:2 python t.py\n", kind="slurm").resolved.job
-    assert (job.launcher, [(host.host, host.gpus) for host in job.ssh.hosts]) == ("ssh", [("a", None), ("b", None)])
-    job = imported(tmp_path, "mpirun -np 3 -H a:2,b:2 python t.py\n", kind="slurm").resolved.job
-    assert [(host.host, host.gpus) for host in job.ssh.hosts] == [("a", 2), ("b", 1)]
+@pytest.mark.parametrize("line", ["mpirun -H a:2,b:2 python t.py", "deepspeed --hostfile hosts t.py"])
+def test_hosts_of_a_line_are_refused_with_the_option_of_submit_that_takes_them(tmp_path: Path, line: str) -> None:
+    with pytest.raises(UsageError, match="clusterddp submit --hosts LIST or --hostfile FILE takes"):
+        imported(tmp_path, f"{line}\n", kind="slurm")
 
 
 @pytest.mark.parametrize(
@@ -354,12 +339,10 @@ def test_hosts_that_a_line_names_become_those_of_a_run_over_ssh(tmp_path: Path) 
             2,
             ("#SBATCH -N 4", "torchrun --nnodes 2 (line 2) starts ranks on 2"),
         ),
-        ("-N 1", "mpirun -H a:2,b:2 python t.py", 2, ("#SBATCH -N 1", "mpirun -H a:2,b:2 (line 2) starts ranks on 2")),
-        ("-N 1", "mpirun -H a:2,b:2 python t.py", 2, ("a, b", "in a job Slurm chooses the hosts")),
+        ("-N 2", "mpirun -H a:2,b:2 python t.py", 2, ("mpirun -H a:2,b:2", "in a job Slurm chooses the hosts")),
         ("-N 2", "srun torchrun t.py", 2, ("srun torchrun t.py", "torchrun without --nnodes starts a world on each")),
         ("-N 2 --ntasks-per-node=4", "srun -n 4 python t.py", 2, ("srun -n 4 python t.py", "this line starts 2")),
         ("-N 2", "mpirun -np 5 python t.py", 2, ("mpirun -np 5 python t.py", "5 ranks do not divide by 2 nodes")),
-        ("-N 1", "mpirun -hostfile none python t.py", 1, ("mpirun -hostfile none", "its hosts cannot be read")),
     ],
 )
 def test_contradictions_between_the_job_and_the_line_are_listed(
