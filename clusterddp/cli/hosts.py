@@ -70,8 +70,7 @@ def failure_json(host: str, error: SshError) -> dict[str, Any]:
 
 def _measure(connector: Connector, host: str) -> dict[str, Any]:
     """Connect to a host, and describe how it was reached."""
-    session = connector.connect(host)
-    try:
+    with connector.connect(host) as session:
         way = session.destination
         return {
             "hostname": way.hostname,
@@ -82,8 +81,6 @@ def _measure(connector: Connector, host: str) -> dict[str, Any]:
             "fingerprint": session.key.fingerprint,
             "round_trip_ms": round(1000 * session.measure_round_trip_s(), 1),
         }
-    finally:
-        session.close()
 
 
 def _check_lines(found: Mapping[str, dict[str, Any] | SshError]) -> list[str]:

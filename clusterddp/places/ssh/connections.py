@@ -15,13 +15,15 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
-from typing import IO, Any, TypeVar
+from typing import IO, TYPE_CHECKING, Any, TypeVar
 
 from clusterddp.errors import SshError
 from clusterddp.places.ssh.config import Destination, resolve
 from clusterddp.places.ssh.keys import check_host_key, read_known_keys, signing_algorithms
-from clusterddp.places.ssh.session import Session
-from clusterddp.planning.ssh import SshNode
+
+if TYPE_CHECKING:  # a command that only reads local files loads no session
+    from clusterddp.places.ssh.session import Session
+    from clusterddp.planning.ssh import SshNode
 
 _PER_BASTION = 8
 """How many connections at a time go through one jump host, or to one sshd."""
@@ -142,6 +144,7 @@ class Connector:
             number += 1
 
     def _shake_hands_once(self, destination: Destination, algorithms: tuple[str, ...]) -> Session:
+        from clusterddp.places.ssh.session import Session
         from clusterddp.places.ssh.transport import open_tunnel, shake_hands
 
         below = self._reach_last(destination.jumps) if destination.jumps else open_stream(destination, self._environ)

@@ -28,7 +28,7 @@ def test_a_run_of_this_machine_loads_no_ssh(tmp_path: Path) -> None:
         "import sys; from pathlib import Path; from clusterddp.places.ssh.sync import Synchroniser\n"
         "from clusterddp.run.directory import RunDir\n"
         f"Synchroniser([RunDir(Path({str(tmp_path / 'local-1')!r}))], {{}}).update()\n"
-        "print({'paramiko', 'pydantic', 'yaml'} & set(sys.modules))"
+        "print({'paramiko', 'pydantic', 'yaml', 'clusterddp.places.ssh.session'} & set(sys.modules))"
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert done.stdout == "set()\n"
