@@ -17,7 +17,7 @@ from clusterddp.cli.arguments import KeyValue, StartOptions, command, runs_optio
 from clusterddp.cli.terminal import Terminal, say, say_note
 from clusterddp.cli.watch import stay_with
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
-from clusterddp.network.rendezvous.handshake import JOIN_KEY
+from clusterddp.network.rendezvous.connection import JOIN_KEY
 from clusterddp.system.units import format_count
 from clusterddp.view.printable import printable
 

@@ -14,8 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from clusterddp.network.rendezvous.connection import Connection, Protocol
-from clusterddp.network.rendezvous.handshake import VERSION, Role, Signer
+from clusterddp.network.rendezvous.connection import VERSION, Connection, Protocol, Role, Signer
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from tests.fuzz.mutations import TOKEN, Example, Target

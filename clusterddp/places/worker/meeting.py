@@ -38,6 +38,7 @@ from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, is_loop
 from clusterddp.network.port import bind_port, reserve_port, walk_ports
 from clusterddp.network.rendezvous.client import Found, NotFound, Search
 from clusterddp.network.rendezvous.connection import (
+    JOIN_KEY,
     Connection,
     Loss,
     Message,
@@ -46,7 +47,6 @@ from clusterddp.network.rendezvous.connection import (
     raise_if_refused,
     refusal,
 )
-from clusterddp.network.rendezvous.handshake import JOIN_KEY
 from clusterddp.network.rendezvous.server import Arrival, Server
 from clusterddp.places.base import Report, no_report
 from clusterddp.ranks.environment import LISTENER_FD, spell_ranks

@@ -27,7 +27,7 @@ from clusterddp.network.interface import (
     read_links,
 )
 from clusterddp.network.port import walk_ports
-from clusterddp.network.rendezvous.handshake import JOIN_KEY
+from clusterddp.network.rendezvous.connection import JOIN_KEY
 from clusterddp.places.worker.meeting import Hello, Seat, digest_spec
 from clusterddp.planning.prerequisites import check_secrets
 from clusterddp.ranks.environment import Variable

@@ -24,8 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
-from clusterddp.network.rendezvous.connection import Connection, Message, flush_all
-from clusterddp.network.rendezvous.handshake import JOIN_KEY
+from clusterddp.network.rendezvous.connection import JOIN_KEY, Connection, Message, flush_all
 from clusterddp.places.registry import launcher_named
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state

@@ -19,7 +19,7 @@ import pytest
 
 import clusterddp
 from clusterddp.errors import PreflightError
-from clusterddp.network.rendezvous.handshake import Signer, UnprovenError, VersionError
+from clusterddp.network.rendezvous.connection import Signer, UnprovenError, VersionError
 from clusterddp.network.rendezvous.server import PER_TURN, REST_S, Acceptor, Refusals
 from clusterddp.places.worker.meeting import Hello, Seat, digest_spec, meet
 from clusterddp.places.worker.worker import Decided

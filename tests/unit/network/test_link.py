@@ -11,8 +11,7 @@ import time
 import pytest
 
 from clusterddp.network.rendezvous.client import Attempt, Found, Search
-from clusterddp.network.rendezvous.connection import CLOSED, NOT_OURS, Connection, no_key
-from clusterddp.network.rendezvous.handshake import VERSION
+from clusterddp.network.rendezvous.connection import CLOSED, NOT_OURS, VERSION, Connection, no_key
 from clusterddp.network.rendezvous.server import Server
 from clusterddp.node.link import MAX_TURN_S, PROCESS_ENDED, SUPERVISORS, Clock, Limits, Peer, listen
 from tests.support.waiting import PATIENCE
