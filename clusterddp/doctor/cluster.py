@@ -1,29 +1,388 @@
-"""Check the machine of the submit, its cluster, and, in a short job, nodes of the cluster."""
+"""Check the machine of the submit, its cluster, and, in a short job (doctor/probe.py), nodes of the cluster.
+
+The job is one task on each node for half a minute; it is found and cancelled by its name.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import os
+import pwd
+import secrets
 import shutil
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypedDict
 
-from clusterddp.doctor.job import JobRequest, judge_nodes, run_job
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
 from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
-from clusterddp.facts.judge import judge_here, judge_machine
+from clusterddp.facts.judge import (
+    CLOCK_RED_S,
+    judge_clock,
+    judge_here,
+    judge_locked_memory,
+    judge_machine,
+    minor_version,
+)
 from clusterddp.facts.machine import Machine, read_machine
-from clusterddp.facts.torch import import_torch
+from clusterddp.facts.torch import Torch, import_torch
+from clusterddp.network.interface import is_loopback
 from clusterddp.places.slurm.cluster import Cluster, Partition, read_cluster
+from clusterddp.places.slurm.commands import run_slurm
+from clusterddp.places.slurm.explain import explain_waiting
 from clusterddp.places.slurm.first_spec import choose_partition, consequences, time_text, why_not
+from clusterddp.places.slurm.queue import Phase, Slurm, Wanted
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.planning.processes import process_environment
+from clusterddp.run.job_tag import job_name, job_tag
+from clusterddp.system.units import format_bytes
+from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
+
+
+SCRIPT = """\
+#!/bin/sh
+# The same for every job: PYTHON DIRECTORY NONCE PYTHONPATH LD_LIBRARY_PATH are arguments, never text of this script.
+if [ -w "$2" ]; then exec >>"$2/job.out" 2>&1; fi
+if [ -n "$4" ]; then PYTHONPATH=$4; export PYTHONPATH; fi
+if [ -n "$5" ]; then LD_LIBRARY_PATH=$5; export LD_LIBRARY_PATH; fi
+exec srun --export=ALL --kill-on-bad-exit=0 \\
+    "$1" -m clusterddp.doctor.probe "$2" "$3" "$SLURMD_NODENAME" "$SLURM_JOB_ID"
+"""
+_KEPT_OPTIONS = frozenset(
+    {
+        "partition", "account", "qos", "constraint", "cluster_constraint", "prefer", "reservation", "nodelist",
+        "exclude", "clusters", "licenses", "wckey", "gres", "propagate",
+    }
+)  # fmt: skip
+"""Options of the spec that decide where, whether, and within which limits a job may run."""
+_MEMORY = "4G"
+_RUN_S = 90.0
+"""Slurm ends a job of one minute at most half a minute late."""
+_POLL_S = 0.5
+_LAG_S = 5.0
+"""How long a file of a node may take to appear here (NFS)."""
+_SAME_FIX = "one environment on storage that all nodes share, or the same one installed on each"
+_RAISE_LOCKED = (
+    "slurm.propagate=NONE: the node's own limit, not that of the shell which submits; where that is low, too, "
+    "LimitMEMLOCK=infinity for slurmd"
+)
+
+
+class _Way(TypedDict, total=False):
+    source: str
+    interface: str | None
+    clock_offset_s: float
+
+
+class Way(_Way):
+    """How a node has connected to the first one (doctor/probe.py)."""
+
+    name: str
+    addresses: tuple[str, ...]
+    reached: str | None
+    error: str
+
+
+class Report(TypedDict):
+    """What a node reports (doctor/probe.py)."""
+
+    node_rank: int
+    node: str
+    machine: Machine
+    way: Way | None
+    done: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobRequest:
+    """What the doctor's job requests of Slurm, and how its tasks start."""
+
+    num_nodes: int
+    gpus_per_node: int = 0
+    options: Mapping[str, str | bool] = field(default_factory=dict)
+    """The spec's options of sbatch, by their long names with underscores."""
+    python: str
+    paths: tuple[str, ...] = ()
+    """PYTHONPATH and LD_LIBRARY_PATH for it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class JobAnswer:
+    """The result of the job; nodes without a report are in `nodes` and not in `reports`."""
+
+    job_id: str | None
+    nodes: tuple[str, ...]
+    reports: dict[str, Report]
+    """Node -> its report."""
+    submitted: float
+    collected: float
+    output: tuple[str, ...]
+    """What the job has printed."""
+
+
+def run_job(
+    request: JobRequest,
+    *,
+    runs_dir: Path,
+    environ: Mapping[str, str],
+    timeout_s: float,
+    report: Callable[[str], None] = lambda text: None,
+) -> JobAnswer:
+    """Submit the job, wait for its reports, and see to it that nothing of it is left.
+
+    Raises: SlurmError: Slurm refuses it, or does not start it within `timeout_s`. ClusterddpError: the runs directory
+    cannot be written.
+    """
+    nonce = secrets.token_hex(16)
+    tag = job_tag(nonce, 0)
+    name = job_name("doctor", tag)
+    with _directory(runs_dir, nonce) as directory:
+        job_id = None
+        try:
+            submitted = time.time()
+            job_id = _submit(request, directory, nonce, name, environ)
+            report(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
+            wanted = Wanted(tag=tag, job_id=job_id, since=submitted, cluster=_cluster(request))
+            nodes = _await_reports(request, directory, wanted, environ, timeout_s)
+            reports = {report["node"]: report for report in _read_reports(directory)}
+            return JobAnswer(
+                job_id=job_id,
+                nodes=nodes or tuple(reports),
+                reports=reports,
+                submitted=submitted,
+                collected=time.time(),
+                output=_read_output(directory),
+            )
+        finally:
+            _cancel(request, name, job_id, environ)
+
+
+def sbatch_argv(request: JobRequest, name: str) -> list[str]:
+    """Return sbatch's argv before the script."""
+    ours: dict[str, str | bool] = {
+        "parsable": True,
+        "job_name": name,
+        "nodes": str(request.num_nodes),
+        "ntasks_per_node": "1",
+        "time": "1",
+        "mem": _MEMORY,
+        "export": "NONE",
+        "chdir": "/",
+        "output": os.devnull,
+    }
+    if request.gpus_per_node and "gres" not in request.options:
+        ours["gpus_per_node"] = str(request.gpus_per_node)
+    kept = {key: value for key, value in request.options.items() if key in _KEPT_OPTIONS and value is not False}
+    argv = ["sbatch", "--no-requeue"]
+    for key, value in (ours | kept).items():
+        if value is not False:
+            argv.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
+    return argv
+
+
+def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
+    """Judge every node of the job, also those that sent no report."""
+    found: dict[str, dict[str, Result]] = {}
+    for node in answer.nodes:
+        report = answer.reports.get(node)
+        results = [_explain_silence(node, answer, here)] if report is None else _judge_node(report, answer, here, needs)
+        for name, result in results:
+            found.setdefault(name, {})[node] = result
+    return [Check(name=name, results=results) for name, results in found.items()]
+
+
+@contextlib.contextmanager
+def _directory(runs_dir: Path, nonce: str) -> Iterator[Path]:
+    """Make a directory for the reports in the runs directory; remove it, and what was made for it, at the end."""
+    made = [path for path in (runs_dir, *runs_dir.parents) if not path.exists()]
+    directory = runs_dir / f".doctor-{nonce[:8]}"
+    try:
+        runs_dir.mkdir(parents=True, exist_ok=True)
+        directory.mkdir(mode=0o700)
+        (directory / "job.sh").write_text(SCRIPT)
+        yield directory
+    except OSError as error:
+        raise ClusterddpError(f"{error.filename or directory}: {error.strerror}") from error
+    finally:
+        shutil.rmtree(directory, ignore_errors=True)
+        for path in made:
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def _submit(request: JobRequest, directory: Path, nonce: str, name: str, environ: Mapping[str, str]) -> str:
+    python_path, library_path = (*request.paths, "", "")[:2]
+    script = [str(directory / "job.sh"), request.python, str(directory), nonce, python_path, library_path]
+    argv = sbatch_argv(request, name)
+    try:
+        answer = run_slurm([*argv, *script], environ=environ)
+    except SlurmError as error:
+        # A cluster that does not count memory refuses --mem.
+        if error.transient or "memory" not in error.message.lower():
+            raise
+        answer = run_slurm([*(word for word in argv if word != f"--mem={_MEMORY}"), *script], environ=environ)
+    job_id = answer.strip().rpartition("\n")[2].partition(";")[0]
+    if not job_id.isdecimal():
+        raise SlurmError(f"sbatch: no job id in its answer: {answer!r:.80}", transient=True)
+    return job_id
+
+
+def _await_reports(
+    request: JobRequest, directory: Path, wanted: Wanted, environ: Mapping[str, str], timeout_s: float
+) -> tuple[str, ...]:
+    """Wait until each node has reported or the job has ended; return the names of its nodes."""
+    slurm = Slurm(environ, max_age_s=_POLL_S)
+    deadline = time.monotonic() + timeout_s
+    started = ended = False
+    nodes: tuple[str, ...] = ()
+    why = "Slurm gives no reason"
+    while True:
+        try:
+            job = slurm.find(wanted)
+            why = explain_waiting(job) if job else why
+            phase = job.phase if job else Phase.ENDED
+            if job and job.nodes and not nodes:
+                nodes = tuple(run_slurm(["scontrol", "show", "hostnames", job.nodes], environ=environ).split())
+        except SlurmError as error:  # asked again
+            phase, why = Phase.RUNNING if started else Phase.WAITING, error.message
+        if phase is not Phase.WAITING and not started:
+            started, deadline = True, time.monotonic() + _RUN_S
+        if phase is Phase.ENDED and not ended:
+            ended, deadline = True, time.monotonic() + _LAG_S
+        if _all_done(request, directory) or (started and time.monotonic() > deadline):
+            return nodes
+        if time.monotonic() > deadline:
+            raise SlurmError(
+                f"the doctor's job has not started within {timeout_s:g} s, and is cancelled: {why}",
+                hint="--timeout S waits longer; slurm.partition=NAME may have free nodes (sinfo)",
+                transient=False,
+            )
+        time.sleep(_POLL_S)
+
+
+def _all_done(request: JobRequest, directory: Path) -> bool:
+    return len([report for report in _read_reports(directory) if report["done"]]) >= request.num_nodes
+
+
+def _read_reports(directory: Path) -> list[Report]:
+    """Read the reports that the nodes have written; an invalid one is left out."""
+    with contextlib.suppress(OSError):
+        os.listdir(directory)  # NFS: read the directory again
+    reports = []
+    for path in directory.glob("node-*.json"):
+        with contextlib.suppress(OSError, ValueError):
+            reports.append(build(Report, read_object(path.read_text(errors="replace")), "report"))
+    return sorted(reports, key=lambda report: report["node_rank"])
+
+
+def _read_output(directory: Path) -> tuple[str, ...]:
+    try:
+        lines = (directory / "job.out").read_text(errors="replace").splitlines()
+    except OSError:
+        return ()
+    return tuple(line for line in lines if line.strip())
+
+
+def _cancel(request: JobRequest, name: str, job_id: str | None, environ: Mapping[str, str]) -> None:
+    """Cancel the job if it is still there; never a job of another name with the same number."""
+    with contextlib.suppress(SlurmError):
+        which = [f"--clusters={cluster}"] if (cluster := _cluster(request)) else []
+        which += [job_id] if job_id else []
+        run_slurm(["scancel", "--quiet", f"--user={_user()}", f"--name={name}", *which], environ=environ)
+
+
+def _cluster(request: JobRequest) -> str | None:
+    cluster = request.options.get("clusters")
+    return cluster if isinstance(cluster, str) else None
+
+
+def _user() -> str:
+    return pwd.getpwuid(os.getuid()).pw_name
+
+
+def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) -> Iterator[tuple[str, Result]]:
+    machine = report["machine"]
+    yield "Python", _judge_python(machine, here)
+    for name, result in judge_machine(machine, needs):
+        if name == "runs directory":
+            yield name, dataclasses.replace(result, found=f"{result.found}, the same as here")
+        elif name == "torch":
+            yield name, _judge_torch(result, machine.torch, here.torch)
+        elif name != "clock":
+            yield name, result
+    yield "locked memory", judge_locked_memory(machine, _RAISE_LOCKED, nccl=needs.num_gpus > 0)
+    if report["way"] is not None:
+        yield f"way to {report['way']['name']}", _judge_way(report["way"])
+    yield "clock", _judge_clock(report, machine, answer)
+    yield "size", ok(f"{machine.cores} cores for the task, {format_bytes(machine.memory_bytes)} memory")
+
+
+def _judge_python(machine: Machine, here: Machine) -> Result:
+    if machine.python == here.python:
+        return ok(machine.python)
+    if minor_version(machine.python) == minor_version(here.python):
+        return note(f"{machine.python}, here {here.python}")
+    return red(f"{machine.python} in {machine.executable}, here {here.python}", _SAME_FIX)
+
+
+def _judge_torch(result: Result, there: Torch | None, here: Torch | None) -> Result:
+    """Compare versions only where both sides have one."""
+    if result.level == "red" or not (there and here and there.version and here.version):
+        return result
+    if there.version != here.version:
+        return red(f"{there.version}, here {here.version}", _SAME_FIX)
+    return result
+
+
+def _judge_way(way: Way) -> Result:
+    name, addresses = way["name"], way["addresses"]
+    if way["reached"] is not None:
+        by = f" by {way['interface']}" if way.get("interface") else ""
+        return ok(f"{way['reached']}, from {way.get('source', '?')}{by}")
+    if addresses and all(map(is_loopback, addresses)):
+        return red(
+            f"{name} is {', '.join(addresses)} here, which is this host itself",
+            f"the real address of {name} in /etc/hosts or DNS",
+        )
+    if not addresses:
+        return red(way["error"], f"the address of {name} in /etc/hosts or DNS")
+    return red(f"not reached: {way['error']}", "the nodes' firewall has to let jobs connect to each other")
+
+
+def _judge_clock(report: Report, machine: Machine, answer: JobAnswer) -> Result:
+    """Compare clocks: with the first node's by its answer, with this machine's by the times of submit and report."""
+    way = report["way"]
+    if way is not None and "clock_offset_s" in way:
+        against_first = judge_clock(way["clock_offset_s"], f"that of {way['name']}")
+        if against_first.level != "ok":
+            return against_first
+    behind = answer.submitted - machine.time
+    ahead = machine.time - answer.collected
+    offset = behind if behind > 0 else -ahead if ahead > 0 else 0.0
+    if abs(offset) >= CLOCK_RED_S:
+        return judge_clock(offset, "the clock here")
+    return ok("agrees with the clock here")
+
+
+def _explain_silence(node: str, answer: JobAnswer, here: Machine) -> tuple[str, Result]:
+    """Explain why a node has written no report, by the output of its task or of srun if it has the reason."""
+    lines = [line for line in answer.output if f"{node}:" in line or "execve" in line]
+    lines.sort(key=lambda line: "execve" not in line)  # the cause, before "task 1: Exited with exit code 2"
+    if lines and not lines[0].startswith(f"{node}: "):
+        return "report", red(f"no report: {lines[0]}", f"srun -w {node} {here.executable} -V")
+    why = lines[0].partition(": ")[2] if lines else "it may not see the runs directory"
+    fix = f"srun -w {node} ls -d {here.directory.path}; --runs DIR names storage that all nodes share"
+    return "runs directory", red(f"no report: {why}", fix)
+
 
 _COMMANDS = ("sbatch", "srun", "squeue", "scancel", "scontrol", "sinfo")
 _NUM_NODES = 2

@@ -95,7 +95,7 @@ def _listen(ports: range) -> socket.socket:
 
 
 def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dict[str, Any]:
-    """Connect to the first node by its name; return the result, a `Way` of doctor/job.py."""
+    """Connect to the first node by its name; return the result, a `Way` of doctor/cluster.py."""
     addresses = resolve(first_node)
     leads_elsewhere = not addresses or not all(is_loopback(address) for address in addresses)
     deadline = time.monotonic() + (_WAY_S if leads_elsewhere else _ANSWER_S)

@@ -121,8 +121,6 @@ class Curves:
     """Each key's newest value, whatever its type."""
     accuracy: Curve = field(default_factory=lambda: Curve("accuracy", "eval"))
     """Of evaluations, and of a script's own rows, as a share 0..1."""
-    dropped_keys: bool = False
-    """Rows have more keys than are followed."""
 
     def find(self, key: str, *kinds: str) -> Curve | None:
         """Return the curve of a key, of the first of these kinds that has one."""
@@ -164,7 +162,6 @@ class Curves:
         curve = self.curves.get((key, kind))
         if curve is None:
             if len(self.curves) >= _MAX_KEYS:
-                self.dropped_keys = True
                 return
             curve = self.curves[key, kind] = Curve(key, kind)
         curve.add(step, value, attempt)

@@ -181,7 +181,7 @@ def login_notes(root: Path) -> Target:
 
 
 def nodes_reports(root: Path) -> Target:
-    from clusterddp.doctor.job import JobAnswer, _all_done, _read_output, _read_reports, judge_nodes
+    from clusterddp.doctor.cluster import JobAnswer, _all_done, _read_output, _read_reports, judge_nodes
     from clusterddp.facts.checks import Needs
     from clusterddp.facts.machine import Machine
     from clusterddp.wire import build

@@ -14,7 +14,7 @@ import click
 import pytest
 
 from clusterddp.cli.doctor import check_lines
-from clusterddp.doctor.job import JobAnswer, JobRequest, judge_nodes, sbatch_argv
+from clusterddp.doctor.cluster import JobAnswer, JobRequest, judge_nodes, sbatch_argv
 from clusterddp.facts.checks import Check, Needs, Result, is_healthy, note, ok, red, rows
 from clusterddp.facts.judge import judge_clock, judge_directory, judge_here, judge_machine, judge_torch
 from clusterddp.facts.machine import (
