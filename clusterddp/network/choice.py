@@ -44,6 +44,16 @@ class HostNetwork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Target:
+    """An address to connect to, and the name that must answer there."""
+
+    target: int
+    address: str
+    port: int
+    name: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Probe:
     """One connection attempt, from a host to an address of another."""
 
@@ -151,14 +161,14 @@ class Findings:
         ]
         return sorted(found, key=lambda pair: pair[1].is_ipv6)
 
-    def plan_probes(self) -> list[list[tuple[int, str, int]]]:
-        """List the probes of each host: (target, address, port).
+    def plan_probes(self) -> list[list[Target]]:
+        """List what each host probes.
 
         A star and a ring: the first host probes all others; each of them probes the first one and the next one.
         """
         wanted = [
             [
-                (place, entry.address, port)
+                Target(target=place, address=entry.address, port=port, name=host.host)
                 for _, entry in self.usable_addresses(place)
                 for port in (host.port, host.master_port)
                 if port is not None

@@ -116,10 +116,7 @@ def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: floa
         planned = dict(zip(hosts, findings.plan_probes(), strict=True))
 
         def probe(host: str) -> dict[str, object]:
-            targets = [
-                {"target": target, "address": address, "port": port, "name": hosts[target]}
-                for target, address, port in planned[host]
-            ]
+            targets = [dataclasses.asdict(target) for target in planned[host]]
             return {"nonce": nonce, "source": hosts.index(host), "targets": targets, "within_s": within_s}
 
         tried = all_or_raise(ask_all(by_host, "host.probe", probe), _SILENT)

@@ -51,7 +51,8 @@ def find(
     findings = Findings(hosts=listed, interface=interface)
     probes = []
     for source, targets in enumerate(findings.plan_probes()):
-        for target, address, port in targets:
+        for each in targets:
+            target, address, port = each.target, each.address, each.port
             probe = Probe(source=source, target=target, address=address, port=port, outcome="no way", detail="no route")
             arrives, left_from = (
                 listed[target].owner(address),

@@ -9,10 +9,9 @@ from contextlib import closing, contextmanager
 
 import pytest
 
-from clusterddp.network.choice import Probe
+from clusterddp.network.choice import Probe, Target
 from clusterddp.network.port import bind_port
 from clusterddp.places.ssh.agent.network import PAYLOAD, Listener, probe_address
-from clusterddp.places.ssh.agent.operations import Target
 
 NONCE = "0" * 32
 

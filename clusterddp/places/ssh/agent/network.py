@@ -23,10 +23,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from clusterddp.network.choice import Outcome, Probe
+from clusterddp.network.choice import Outcome, Probe, Target
 from clusterddp.network.interface import read_links
 from clusterddp.network.port import bind_port, hold_port, reserve_port
-from clusterddp.places.ssh.agent.operations import Body, Host, Target
+from clusterddp.places.ssh.agent.operations import Body, Host
 
 PAYLOAD = 1 << 15
 """Bytes each way: more than the largest packet (9000), less than any buffer."""

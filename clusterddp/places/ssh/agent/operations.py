@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, Literal, NamedTuple, Protocol, TypedDict, TypeVar
 
 from clusterddp.facts.machine import Machine
-from clusterddp.network.choice import HostNetwork, Probe
+from clusterddp.network.choice import HostNetwork, Probe, Target
 from clusterddp.run.leftovers import Ended, RunHere
 from clusterddp.run.removal import Removed, Storage
 
@@ -85,16 +85,6 @@ class Piece(TypedDict):
     """True: it cannot be read."""
     size: int
     mtime_ns: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Target:
-    """An address to connect to, and the name that must answer there."""
-
-    target: int
-    address: str
-    port: int
-    name: str
 
 
 class Address(TypedDict):
