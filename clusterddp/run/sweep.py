@@ -180,8 +180,7 @@ def _find_sweep_of_spec(runs_dir: Path, name: str) -> SweepDir | None:
 class QueueRecord:
     """`queue.json`: written by the process that starts the queue, then by the queue; `queue_lock` orders them."""
 
-    process: dict[str, Any]
-    """The `ProcessIdentity` of the queue."""
+    process: ProcessIdentity
     is_starting: bool = False
     """True: `process` is the one that starts the queue, not yet the queue."""
     waits_for: str = ""
@@ -192,15 +191,11 @@ class QueueRecord:
     """Why it ended."""
 
     @property
-    def identity(self) -> ProcessIdentity:
-        return ProcessIdentity.from_json(self.process)
-
-    @property
     def state(self) -> QueueState:
         """RUNNING: it starts runs; GONE: it was killed; UNKNOWN: it is on a machine that cannot be asked from here."""
         if self.ended is not None:
             return "ENDED"
-        alive = self.identity.alive()
+        alive = self.process.alive()
         return "UNKNOWN" if alive is None else "RUNNING" if alive else "GONE"
 
 
@@ -223,7 +218,7 @@ def ask_queue(records: Records) -> Answer:
     state = record.state if record else "GONE"
     waits = f"waits in the queue of {sweep.name}"
     if record and state == "UNKNOWN":
-        words = f"{waits} on {record.identity.host}, which cannot be asked from here"
+        words = f"{waits} on {record.process.host}, which cannot be asked from here"
         return Answer(life="unknown", words=words)
     if record and state == "RUNNING":
         return Answer(life="alive") if records.is_claimed else Answer(life="queued", words=waits)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
 from clusterddp.places.slurm.cluster import check_array_size
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from clusterddp.run.code import SnapshotPlan
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
-    from clusterddp.spec.sweep import SweepSpec
+    from clusterddp.spec.sweep import SweepSpec, Variant
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,10 +49,8 @@ class SweepPlan:
     path: Path
     """The directory of the sweep, which contains its runs."""
     keys: tuple[str, ...]
-    values: tuple[dict[str, Any], ...]
-    """For each run: swept key -> its value."""
-    labels: tuple[str, ...]
-    """For each run: its values for people, `lr=0.1 seed=0`."""
+    variants: tuple[Variant, ...]
+    """For each run: the values of the swept keys."""
     throttle: int | None
     runs: tuple[Plan, ...]
     """The plan of each run; its index is that of its task in the array."""
@@ -153,8 +151,7 @@ def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> Sweep
         token=token,
         path=path,
         keys=spec.keys,
-        values=tuple(variant.values for variant in spec.variants),
-        labels=tuple(variant.label for variant in spec.variants),
+        variants=spec.variants,
         throttle=spec.throttle,
         runs=tuple(runs),
         job=_plan_job(runs[0], path, token=token, size=len(runs), throttle=spec.throttle) if runs[0].slurm else None,
@@ -262,7 +259,18 @@ def sync_file_system(path: Path) -> None:
 
 
 def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[str, str]) -> None:
-    record = _sweep_record(plan)
+    record = SweepRecord(
+        sweep=plan.sweep,
+        token=plan.token,
+        name=plan.base.name,
+        launcher=plan.base.launcher,
+        created_ns=time.time_ns(),
+        keys=plan.keys,
+        size=len(plan.runs),
+        throttle=plan.throttle,
+        job_tag=plan.tag,
+        submitter=dataclasses.asdict(ProcessIdentity.of()),
+    )
     write_sweep(sweep, record)  # first: other submits read from it whether this process lives
     sweep.launcher_dir.mkdir(mode=0o700)
     surroundings = capture_surroundings(plan.base.working_dir, environ)
@@ -278,7 +286,20 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
         write_json(sweep.job_environment, dict(variables))
         hidden = {name: environ[name] for name in plan.base.secrets}
     for index, run in enumerate(plan.runs):
-        _fill_run(sweep, run, _run_record(plan, record, index), hidden, copy)
+        of_run = RunRecord(
+            run=run.run,
+            token=run.token,
+            name=record.name,
+            launcher=record.launcher,
+            # One nanosecond apart, so the runs are listed in the order of their tasks.
+            created_ns=record.created_ns + index,
+            submitter=record.submitter,
+            job_tag=plan.tag,
+            array_index=index if plan.job else None,
+            variant=plan.variants[index].label,
+            queued=plan.job is None,
+        )
+        _fill_run(sweep, run, of_run, hidden, copy)
     write_text(sweep.tasks, "".join(f"{run.run}\n" for run in plan.runs))
 
 
@@ -308,10 +329,6 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
     if plan.slurm:
         run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
-    _give_code(sweep, run, plan, copy)
-
-
-def _give_code(sweep: SweepDir, run: RunDir, plan: Plan, copy: CodeCopy | None) -> None:
     if copy is not None:
         copy.write(run.code)
         run.snapshot.symlink_to(Path("..", sweep.code.readlink()))
@@ -320,34 +337,3 @@ def _give_code(sweep: SweepDir, run: RunDir, plan: Plan, copy: CodeCopy | None) 
         run.snapshot.symlink_to(Path("..", RunDir(sweep.path).snapshot.readlink()))
     elif plan.snapshot is not None:
         run.code.symlink_to(Path("..", sweep.code.readlink()))
-
-
-def _sweep_record(plan: SweepPlan) -> SweepRecord:
-    return SweepRecord(
-        sweep=plan.sweep,
-        token=plan.token,
-        name=plan.base.name,
-        launcher=plan.base.launcher,
-        created_ns=time.time_ns(),
-        keys=plan.keys,
-        size=len(plan.runs),
-        throttle=plan.throttle,
-        job_tag=plan.tag,
-        submitter=dataclasses.asdict(ProcessIdentity.of()),
-    )
-
-
-def _run_record(plan: SweepPlan, sweep: SweepRecord, index: int) -> RunRecord:
-    return RunRecord(
-        run=plan.runs[index].run,
-        token=plan.runs[index].token,
-        name=plan.base.name,
-        launcher=plan.base.launcher,
-        # One nanosecond apart, so the runs are listed in the order of their tasks.
-        created_ns=sweep.created_ns + index,
-        submitter=sweep.submitter,
-        job_tag=plan.tag,
-        array_index=index if plan.job else None,
-        variant=plan.labels[index],
-        queued=plan.job is None,
-    )

@@ -207,7 +207,7 @@ def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:
     environment.pop(COOKIE)
     with _locked(sweep) as lock, open(sweep.queue_log, "ab", opener=_private) as log:
         sweep.cancel_file.unlink(missing_ok=True)
-        starting = QueueRecord(process=dataclasses.asdict(ProcessIdentity.of()), is_starting=True)
+        starting = QueueRecord(process=ProcessIdentity.of(), is_starting=True)
         write_queue(sweep, starting)
         process = subprocess.Popen(
             queue_command(sweep.path),
@@ -272,11 +272,11 @@ def _refuse_resume(sweep: SweepDir, views: Iterable[RunView]) -> None:
     # The queue runs for a moment after the end of its last run.
     if queue and state == "RUNNING" and not all(view.finished for view in views):
         raise UsageError(
-            f"{sweep.name}: its queue still runs (pid {queue.identity.pid})",
+            f"{sweep.name}: its queue still runs (pid {queue.process.pid})",
             hint=f"clusterddp resume {sweep.name}.0 resumes one run that has ended",
         )
     if queue and state == "UNKNOWN":
-        raise UsageError(f"{sweep.name}: its queue is on {queue.identity.host}", hint="resume it there")
+        raise UsageError(f"{sweep.name}: its queue is on {queue.process.host}", hint="resume it there")
 
 
 def _end_queue(sweep: SweepDir) -> None:
@@ -288,13 +288,13 @@ def _end_queue(sweep: SweepDir) -> None:
     write_json(sweep.cancel_file, {"time": time.time()}, exclusive=True)
     deadline = time.monotonic() + _END_TIMEOUT_S
     if state == "RUNNING" and not record.is_starting:  # otherwise it sees the file
-        _signal(record.identity, signal.SIGTERM)
+        _signal(record.process, signal.SIGTERM)
     while state in {"RUNNING", "UNKNOWN"} and time.monotonic() < deadline:
         time.sleep(_POLL_S)
         now = read_queue(sweep)
         state = now.state if now else "GONE"
     if state == "RUNNING" and not record.is_starting:
-        _signal(record.identity, signal.SIGKILL)
+        _signal(record.process, signal.SIGKILL)
 
 
 def _signal(identity: ProcessIdentity, number: signal.Signals) -> None:
@@ -339,7 +339,7 @@ class Queue:
     def __init__(self, sweep: SweepDir, environ: Mapping[str, str]) -> None:
         self._sweep = sweep
         self._environ = environ
-        self._record = QueueRecord(process=dataclasses.asdict(ProcessIdentity.of()))
+        self._record = QueueRecord(process=ProcessIdentity.of())
         self._waiting: deque[RunDir] = deque()
         self._started: list[_StartedRun] = []
         first = read_plan(sweep.runs()[0])

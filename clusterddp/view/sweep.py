@@ -53,8 +53,8 @@ class SweepStatus:
             "queue": queue
             and {
                 "state": queue.state,
-                "pid": queue.identity.pid,
-                "host": queue.identity.host,
+                "pid": queue.process.pid,
+                "host": queue.process.host,
                 "waits_for": queue.waits_for or None,
                 "ended": queue.ended,
                 "why": queue.why or None,

@@ -154,7 +154,7 @@ def _swept(runs_dir: Path) -> Iterator[Path]:
     identity = dataclasses.asdict(ProcessIdentity.of())
     record = {"sweep": "sweep", "token": TOKEN, "name": "test", "launcher": "local", "created_ns": time.time_ns()}
     write_sweep(sweep, SweepRecord(**record, keys=("train.lr",), size=2, job_id="7", submitter=identity))
-    write_queue(sweep, QueueRecord(process=identity, waits_for="GPUs"))
+    write_queue(sweep, QueueRecord(process=ProcessIdentity.of(), waits_for="GPUs"))
     sweep.tasks.write_text("sweep.0\nsweep.1\n")
     yield sweep.path
 

@@ -90,8 +90,8 @@ def masked_plan(plan: SweepPlan, verdict: Verdict | None = None) -> dict[str, An
         "throttle": plan.throttle,
         "command": list(plan.command),
         "runs": [
-            {"run": run.run, "variant": label, "values": values}
-            for run, label, values in zip(plan.runs, plan.labels, plan.values, strict=True)
+            {"run": run.run, "variant": variant.label, "values": variant.values}
+            for run, variant in zip(plan.runs, plan.variants, strict=True)
         ],
         "plan": plan_text.masked_plan(plan.base),
     } | ({"scheduler": dataclasses.asdict(verdict)} if verdict else {})
@@ -103,8 +103,8 @@ def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[s
     lines = [f"sweep {click.style(plan.sweep, bold=True)}: {format_count(len(plan.runs), 'run')}, {carrier}", ""]
     rows = [["RUN", *plan.keys]]
     shown = _MOST_RUNS_SHOWN if verbose else _FEW_RUNS_SHOWN
-    for run, values in zip(plan.runs[:shown], plan.values[:shown], strict=True):
-        rows.append([run.run, *(_cell(value) for value in values.values())])
+    for run, variant in zip(plan.runs[:shown], plan.variants[:shown], strict=True):
+        rows.append([run.run, *(_cell(value) for value in variant.values.values())])
     lines += table(rows, indent="  ")
     if len(plan.runs) > shown:
         lines.append(f"  ... and {len(plan.runs) - shown} more, to {plan.runs[-1].run}")
@@ -160,7 +160,7 @@ def _queue_lines(status: SweepStatus) -> list[str]:
     """Write what the queue does; nothing where Slurm starts the runs, or no run is left to start."""
     if status.queue is None:
         return []
-    state, host = status.queue.state, status.queue.identity.host
+    state, host = status.queue.state, status.queue.process.host
     if state == "RUNNING":
         return [f"the queue waits: {printable(status.queue.waits_for)}"] if status.queue.waits_for else []
     if state == "UNKNOWN":

@@ -77,9 +77,9 @@ def place(tmp_path: Path) -> Iterator[SweepPerson]:
 def kill_queue(sweep: SweepDir) -> None:
     """Kill the queue alone, and wait until it is gone."""
     queue = read_queue(sweep)
-    if queue and queue.identity.alive():
-        os.kill(queue.identity.pid, signal.SIGKILL)
-        wait_until(lambda: not queue.identity.alive())
+    if queue and queue.process.alive():
+        os.kill(queue.process.pid, signal.SIGKILL)
+        wait_until(lambda: not queue.process.alive())
 
 
 @contextmanager
@@ -124,8 +124,8 @@ def test_submit_comes_back_and_the_queue_outlives_the_terminal(place: SweepPerso
     sweep = place.submit_sweep(COUNT, environ={"HOLDS": "all"})
     queue = read_queue(sweep)
     assert queue is not None
-    assert os.getsid(queue.identity.pid) == queue.identity.pid
-    os.kill(queue.identity.pid, signal.SIGHUP)
+    assert os.getsid(queue.process.pid) == queue.process.pid
+    os.kill(queue.process.pid, signal.SIGHUP)
     place.let_go(0, 1, 2)
     await_states(sweep, *["COMPLETED"] * 3)
 
@@ -222,7 +222,7 @@ def test_cancel_ends_the_queue_and_all_runs(place: SweepPerson) -> None:
     assert states(sweep) == ["CANCELLED"] * 3
     queue = read_queue(sweep)
     assert queue is not None
-    assert (queue.state, queue.identity.alive()) == ("ENDED", False)
+    assert (queue.state, queue.process.alive()) == ("ENDED", False)
     tokens = [f"{read_run(run).token}." for run in sweep.runs()]
     wait_until(lambda: not find_processes(*tokens))
 

@@ -67,7 +67,7 @@ def kill_queue(place: SshPlace, sweep: SweepDir) -> None:
     """Kill the queue, if it is there."""
     queue = read_queue(sweep)
     assert queue is not None
-    place.rack.run(HEAD, ["kill", "-KILL", str(queue.identity.pid)], check=False)
+    place.rack.run(HEAD, ["kill", "-KILL", str(queue.process.pid)], check=False)
 
 
 def status(place: SshPlace, sweep: SweepDir) -> dict[str, Any]:
