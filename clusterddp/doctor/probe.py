@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import hmac
+import itertools
 import json
 import os
-import selectors
 import socket
 import sys
 import threading
@@ -24,17 +25,13 @@ from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
 from clusterddp.network.interface import is_loopback, resolve
 from clusterddp.network.port import bind_port
-from clusterddp.network.rendezvous.client import Found, NotFound, Search
-from clusterddp.network.rendezvous.connection import Connection, Message, Protocol, flush_all
-from clusterddp.network.rendezvous.server import Server
-from clusterddp.wire import build
+from clusterddp.wire import read_object
 
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
 """Below the ephemeral range, from which the kernel takes ports."""
 _WAY_S = 20.0
 _ANSWER_S = 2.0
-_PROBE = Protocol(name="probe", key="nonce", max_bytes_to_server=4096, max_bytes_to_client=4096)
-"""Its key is the nonce of the job."""
+_RETRY_S = 0.2
 
 
 def main(arguments: list[str]) -> int:
@@ -70,21 +67,16 @@ def _write_report(report: dict[str, Any], directory: Path) -> None:
 
 
 def _answer_nodes(nonce: str, ports: range, num_nodes: int) -> None:
-    """Send every other node that connects the time here."""
-    answered: list[Connection] = []
-    deadline = time.monotonic() + _WAY_S
-    with _listen(ports) as listener, selectors.DefaultSelector() as selector:
-        server = Server(
-            listener, selector, protocol=_PROBE, key=nonce, num_expected=num_nodes, report=lambda refused: None
-        )
-        while len(answered) < num_nodes and time.monotonic() < deadline:
-            selector.select(0.2)
-            for connection, _ in server.accept(time.monotonic()):
-                connection.send({"kind": "here", "time": time.time()})
-                answered.append(connection)
-                deadline = time.monotonic() + _WAY_S
-            flush_all(answered, 0.0)
-        flush_all(answered, _ANSWER_S)
+    """Send every other node that connects and knows the nonce the time here."""
+    answered, deadline = 0, time.monotonic() + _WAY_S
+    with _listen(ports) as listener:
+        while answered < num_nodes and (left_s := deadline - time.monotonic()) > 0:
+            listener.settimeout(left_s)
+            with contextlib.suppress(OSError), listener.accept()[0] as connection:
+                connection.settimeout(_ANSWER_S)
+                if hmac.compare_digest(connection.recv(len(nonce), socket.MSG_WAITALL), nonce.encode()):
+                    connection.sendall(json.dumps({"time": time.time()}).encode())
+                    answered, deadline = answered + 1, time.monotonic() + _WAY_S
 
 
 def _listen(ports: range) -> socket.socket:
@@ -99,43 +91,31 @@ def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dic
     addresses = resolve(first_node)
     leads_elsewhere = not addresses or not all(is_loopback(address) for address in addresses)
     deadline = time.monotonic() + (_WAY_S if leads_elsewhere else _ANSWER_S)
-    asked_at = 0.0
-
-    def introduce(connection: Connection) -> Message:
-        nonlocal asked_at
-        asked_at = time.time()
-        return {"kind": "ask"}
-
-    with selectors.DefaultSelector() as selector:
-        search = Search(
-            lambda: resolve(first_node), ports, protocol=_PROBE, key=nonce, introduce=introduce, selector=selector
-        )
-        with contextlib.closing(search):
-            found = search.wait(deadline)
-        way = {"name": first_node, "addresses": resolve(first_node), "reached": None}
-        if not isinstance(found, Found):
-            return way | {"error": _explain(found, first_node)}
-        with contextlib.closing(found.connection) as connection:
-            answered_at = time.time()
+    error = f"the name {first_node} is not known"
+    while True:
+        addresses = resolve(first_node) or ()
+        way = {"name": first_node, "addresses": addresses, "reached": None}
+        for address, port in itertools.product(addresses, ports):
             try:
-                there = build({"time": float}, found.messages[0])["time"]
-            except ValueError as error:
-                return way | {"error": f"{connection.peer_address}: {error}"}
-            return way | {
-                "reached": connection.peer_address,
-                "source": connection.own_address,
-                "interface": machine.interface_of(connection.own_address),
-                "clock_offset_s": round(there - (asked_at + answered_at) / 2, 3),
-                "error": "",
-            }
-
-
-def _explain(failure: NotFound | None, first_node: str) -> str:
-    if failure is None:
-        return f"the name {first_node} is not known"
-    if failure.loss.kind in {"closed", "stranger", "unproven", "version"}:
-        return f"{failure.address}: another program listens on port {failure.port}"
-    return f"{failure.address}: {failure.loss}"
+                with socket.create_connection((address, port), timeout=_ANSWER_S) as connection:
+                    asked_at, own_address = time.time(), connection.getsockname()[0]
+                    connection.sendall(nonce.encode())
+                    there = float(read_object(connection.recv(4096))["time"])
+            except (ValueError, KeyError, TypeError):
+                error = f"{address}: another program listens on port {port}"
+            except OSError as failure:
+                error = f"{address}: {failure.strerror or failure}"
+            else:
+                return way | {
+                    "reached": address,
+                    "source": own_address,
+                    "interface": machine.interface_of(own_address),
+                    "clock_offset_s": round(there - (asked_at + time.time()) / 2, 3),
+                    "error": "",
+                }
+        if time.monotonic() > deadline:
+            return way | {"error": error}
+        time.sleep(_RETRY_S)
 
 
 if __name__ == "__main__":
