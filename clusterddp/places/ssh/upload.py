@@ -1,7 +1,7 @@
 """Uploads what a run needs on its hosts: its code, as one archive named by its digest, and the data that it names.
 
 What a host has is not sent. Hosts may share their storage: one host is sent files first, then 2, 4 and 8 at a time, and
-each is asked again before its turn.
+the others are asked again after each turn.
 """
 
 from __future__ import annotations
@@ -171,10 +171,7 @@ class Uploader:
             self._receivers |= set(announced)
             self._put({host: left[host] for host in turn}, facts)
             rest = [host for host in left if host not in turn]
-            asked = rest if at_once == 1 else rest[: 2 * at_once]
-            again = lacking(asked) if asked else {}
-            left = {host: archive for host, archive in left.items() if host in rest and host not in asked}
-            left = again | left
+            left = lacking(rest) if rest else {}
             at_once = min(2 * at_once, _MOST_AT_ONCE)
 
     def at_all(self, hosts: Iterable[str], function: Callable[[str], _Result]) -> dict[str, _Result]:
