@@ -14,6 +14,7 @@ import hmac
 import itertools
 import json
 import os
+import secrets
 import socket
 import sys
 import threading
@@ -32,6 +33,8 @@ _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
 _WAY_S = 20.0
 _ANSWER_S = 2.0
 _RETRY_S = 0.2
+_CHALLENGE, _PROOF = 32, 64
+"""Characters of what a node asks with: a random text, and the proof for it."""
 
 
 def main(arguments: list[str]) -> int:
@@ -74,9 +77,18 @@ def _answer_nodes(nonce: str, ports: range, num_nodes: int) -> None:
             listener.settimeout(left_s)
             with contextlib.suppress(OSError), listener.accept()[0] as connection:
                 connection.settimeout(_ANSWER_S)
-                if hmac.compare_digest(connection.recv(len(nonce), socket.MSG_WAITALL), nonce.encode()):
-                    connection.sendall(json.dumps({"time": time.time()}).encode())
+                asked = connection.recv(_CHALLENGE + _PROOF, socket.MSG_WAITALL).decode("ascii", "replace")
+                challenge, proof = asked[:_CHALLENGE], asked[_CHALLENGE:]
+                if hmac.compare_digest(proof.encode(), _prove(nonce, challenge).encode()):
+                    moment = repr(time.time())
+                    answer = {"time": moment, "proof": _prove(nonce, challenge + moment)}
+                    connection.sendall(json.dumps(answer).encode())
                     answered, deadline = answered + 1, time.monotonic() + _WAY_S
+
+
+def _prove(nonce: str, text: str) -> str:
+    """Prove the knowledge of the nonce, which never goes over the network itself."""
+    return hmac.new(nonce.encode(), text.encode(), "sha256").hexdigest()
 
 
 def _listen(ports: range) -> socket.socket:
@@ -99,9 +111,14 @@ def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dic
             try:
                 with socket.create_connection((address, port), timeout=_ANSWER_S) as connection:
                     asked_at, own_address = time.time(), connection.getsockname()[0]
-                    connection.sendall(nonce.encode())
-                    there = float(read_object(connection.recv(4096))["time"])
-            except (ValueError, KeyError, TypeError):
+                    challenge = secrets.token_hex(_CHALLENGE // 2)
+                    connection.sendall((challenge + _prove(nonce, challenge)).encode())
+                    answer = read_object(connection.recv(4096))
+                    moment, proof = str(answer["time"]), str(answer["proof"])
+                    if not hmac.compare_digest(proof.encode(), _prove(nonce, challenge + moment).encode()):
+                        raise ValueError("an answer without proof")
+                    there = float(moment)
+            except (ValueError, KeyError):
                 error = f"{address}: another program listens on port {port}"
             except OSError as failure:
                 error = f"{address}: {failure.strerror or failure}"
