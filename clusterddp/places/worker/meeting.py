@@ -27,6 +27,7 @@ import os
 import secrets
 import selectors
 import socket
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -292,6 +293,14 @@ class MeetingServer:
         self._reached_locally: list[str] = []
         self._selector = selectors.DefaultSelector()
         self._server = Server(listener, self._selector, protocol=WORKER, key=key, num_expected=seat.size, report=report)
+        self._elsewhere = ""
+        """Says that the address of participant 0 is not this host's."""
+        self._twin: PreflightError | None = None
+        """What another participant 0, which listens at that address, has answered."""
+        if seat.hosts and not any(map(_is_here, seat.hosts)):
+            named = f"{seat.hosts[0]} (from {seat.hosts_from})"
+            self._elsewhere = f"; {named} is no address of {own.host}, where {seat.noun} 0 is"
+            threading.Thread(target=self._look_for_twin, daemon=True).start()
 
     def release(self) -> list[Connection]:
         """Return the connections to all others; `close` leaves them open."""
@@ -311,11 +320,20 @@ class MeetingServer:
     def await_all(self, timeout_s: float) -> None:
         """Wait until every participant has connected."""
         while len(self.members) + 1 < self._seat.size:
+            if self._twin is not None:
+                raise self._twin
             if time.monotonic() >= self._deadline:
                 raise self._missing(timeout_s)
             self._arrived = self.take_turn()
             while self._arrived:
                 self._admit(self._arrived.pop(0))
+
+    def _look_for_twin(self) -> None:
+        there = dataclasses.replace(self._seat, port=self._port)
+        try:
+            ask_first(there, self._own, self._seat.hosts[:1], self._deadline, self._key)
+        except PreflightError as error:
+            self._twin = error
 
     def met(self) -> Met:
         hellos = {0: self._own} | {number: member.hello for number, member in self.members.items()}
@@ -370,7 +388,9 @@ class MeetingServer:
         except ValueError:
             connection.close()
             return None
-        if hello.identity == self._own.identity:
+        if hello.nonce == self._own.nonce:  # the address is none of this host, but leads here, as behind NAT
+            self._elsewhere = ""
+        elif hello.identity == self._own.identity:
             return Member(connection, hello)
         connection.send({"kind": "other_job"})
         connection.close()
@@ -418,13 +438,9 @@ class MeetingServer:
         if unproven:
             address, count = unproven.most_common(1)[0]
             gone += f"; {count} connections from {address} did not know the same {JOIN_KEY}"
-        other_address = ""
-        if seat.hosts and not any(map(_is_here, seat.hosts)):
-            named = f"{seat.hosts[0]} (from {seat.hosts_from})"
-            other_address = f"; {named} is no address of {self._own.host}, where {seat.noun} 0 is"
         return PreflightError(
             f"{seat.spell(self._absent())} of {seat.size} did not connect to {self._own.host}, port {self._port}, "
-            f"within {timeout_s:g} s (here: {here}{gone}){other_address}",
+            f"within {timeout_s:g} s (here: {here}{gone}){self._elsewhere}",
             hint=f"look at the output of those {seat.noun}s; network.start_timeout waits longer",
         )
 
