@@ -55,12 +55,6 @@ class Selection:
     spec_name: str | None
     order: str | None
 
-    def has_name(self, record: RunRecord) -> bool:
-        return self.spec_name is None or record.name == self.spec_name
-
-    def has_state(self, view: RunView) -> bool:
-        return not self.states or view.state.value in self.states
-
     @property
     def selects(self) -> bool:
         return bool(self.states) or self.spec_name is not None
@@ -179,21 +173,20 @@ def _selected(
     while batch := list(itertools.islice(runs, at_once)):
         with Synchroniser(batch, terminal.environ, report=say_note) as sync:
             sync.update(timeout_s=_TIMEOUT_S)
-        records = [(run, record) for run, record in _with_records(batch) if selection.has_name(record)]
+        records = []
+        for run in batch:
+            try:
+                record = read_run(run)
+            except (ClusterddpError, OSError, TypeError) as error:  # one broken record must not hide the others
+                say(printable(f"{run.path}: {error}"))
+                continue
+            if selection.spec_name in {None, record.name}:
+                records.append((run, record))
         announce(records)
         for run, record in records:
             view = read_state(run, record=record)
-            if selection.has_state(view):
+            if not selection.states or view.state.value in selection.states:
                 yield run, record, view
-
-
-def _with_records(runs: list[RunDir]) -> Iterator[tuple[RunDir, RunRecord]]:
-    """Yield the runs whose record can be read."""
-    for run in runs:
-        try:
-            yield run, read_run(run)
-        except (ClusterddpError, OSError, TypeError) as error:  # one broken record must not hide the others
-            say(printable(f"{run.path}: {error}"))
 
 
 def _sorted(summaries: Sequence[RunSummary], order: str) -> list[RunSummary]:

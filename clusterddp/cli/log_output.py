@@ -40,28 +40,23 @@ def write_logs(
 
     `escape` None: escape control characters when the stream is a terminal. `as_json`: each line is an object.
     """
-    from clusterddp.view.logs import LogQuery, follow_logs, format_piece, read_logs
+    from clusterddp.view.logs import LogQuery, follow_logs, format_piece, json_piece, read_logs
+
+    def json_line(piece: LogPiece) -> bytes:
+        return json_text(json_piece(piece), indent=None).encode() + b"\n"
 
     query = query or LogQuery()
     chosen = _fetch_logs(run, ranks, sync, query, follow=follow)
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     pieces = follow_logs(run, chosen, query, sync=sync) if follow else read_logs(run, chosen, query)
-    if as_json:
-        spell = _json_line
-    else:
-        spell = functools.partial(format_piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps)
+    text_line = functools.partial(format_piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps)
+    spell = json_line if as_json else text_line
     with contextlib.closing(StateLine(run, terminal)) as state_line:
         last = _write_pieces(pieces, spell, stream.buffer, state_line)
     if escape and last and not last.endswith((b"\n", b"\r")):
         say()  # the next message begins on a line of its own
     return bool(last)
-
-
-def _json_line(piece: LogPiece) -> bytes:
-    from clusterddp.view.logs import json_piece
-
-    return json_text(json_piece(piece), indent=None).encode() + b"\n"
 
 
 def _write_pieces(

@@ -25,16 +25,18 @@ from clusterddp.run.state import RunState
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.run.stacks import Folded, RankStack, StackReport
+    from clusterddp.run.stacks import Folded, RankStack
 
 
 ANSWER_S = 20.0
 """How long the head may take: it looks twice a second, and waits 7 s for its nodes."""
 _POLL_S = 0.1
 _FETCH_S = 0.5
+_NOW_S = 60.0
+"""Stacks of so many seconds ago are shown without their age."""
 
 
-def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float = ANSWER_S) -> StackReport:
+def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float) -> StackReport:
     """Return where the ranks of a run are now; of a run that has ended, the newest stacks that it has.
 
     Raises: UsageError: it has no ranks, and no stacks. ClusterddpError: no answer in time.
@@ -65,9 +67,6 @@ def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float 
         return report
 
 
-_NOW_S = 60.0
-
-
 @command("stacks")
 @works_at_login
 @run_argument()
@@ -77,7 +76,7 @@ _NOW_S = 60.0
     "timeout_s",
     type=click.FloatRange(min=0),
     metavar="S",
-    default=20.0,
+    default=ANSWER_S,
     show_default=True,
     help="Wait at most S seconds for the run.",
 )
@@ -97,7 +96,9 @@ def stacks(terminal: Terminal, *, name: str, raw: bool, timeout_s: float, output
     if output == "json":
         put_json(_to_json(report, folded))
         return
-    lines = [f"{click.style(printable(run.name), bold=True)}  attempt {report.attempt}{_age(report)}"]
+    age_s = time.time() - report.time
+    age = f", {duration(age_s)} ago" if age_s > _NOW_S else ""
+    lines = [f"{click.style(printable(run.name), bold=True)}  attempt {report.attempt}{age}"]
     lines += [f"  {printable(line)}" for line in text_lines(report, folded)]
     if raw:
         lines += [line for each in report.ranks for line in _raw_lines(each)]
@@ -130,11 +131,6 @@ def _to_json(report: StackReport, folded: Folded) -> dict[str, object]:
     ]
     found = {"verdict": folded.verdict, "suspects": folded.suspects, "groups": groups, "hint": folded.hint}
     return {**found, **report.to_json()}
-
-
-def _age(report: StackReport) -> str:
-    age_s = time.time() - report.time
-    return f", {duration(age_s)} ago" if age_s > _NOW_S else ""
 
 
 def _raw_lines(each: RankStack) -> list[str]:

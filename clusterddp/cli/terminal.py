@@ -9,7 +9,6 @@ import json
 import re
 import shutil
 import sys
-import unicodedata
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -149,7 +148,11 @@ def columns_of(stream: Any) -> int | None:
 def width_of(text: str) -> int:
     """Return how many columns of a terminal a text takes: none for colours, two for a wide character."""
     plain = click.unstyle(text)
-    return len(plain) if plain.isascii() else sum(map(_columns_of_character, plain))
+    if plain.isascii():
+        return len(plain)
+    from rich.cells import cell_len
+
+    return cell_len(plain)
 
 
 def cut(text: str, columns: int) -> str:
@@ -163,14 +166,8 @@ def cut(text: str, columns: int) -> str:
 
 
 def _beginning(text: str, columns: int) -> str:
-    ends = itertools.accumulate(map(_columns_of_character, text))
+    ends = itertools.accumulate(map(width_of, text))
     return text[: sum(end <= columns for end in ends)]
-
-
-def _columns_of_character(character: str) -> int:
-    if unicodedata.category(character) in {"Mn", "Me", "Cf"}:
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in {"W", "F"} else 1
 
 
 def wrapped(line: str, columns: int | None, *, indent: int = 0) -> list[str]:

@@ -23,10 +23,7 @@ from clusterddp.system.files import read_json
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from rich.progress import Progress as Bar
-
     from clusterddp.places.base import Closeable
-    from clusterddp.run.directory import RunDir
     from clusterddp.run.state import RunView
     from clusterddp.submission.submit import Submitted
     from clusterddp.view.progress import Progress
@@ -296,11 +293,7 @@ def progress_bar(terminal: Terminal) -> Iterator[Show]:
         TextColumn("{task.fields[facts]}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis")),
         TimeElapsedColumn(),
     )
-    with Bar(*columns, console=console, transient=True) as bar:
-        yield _shown_by(bar)
-
-
-def _shown_by(bar: Bar) -> Show:
+    bar = Bar(*columns, console=console, transient=True)
     task = bar.add_task("PENDING", total=None, facts="")
 
     def show(view: RunView, progress: Progress | None) -> None:
@@ -319,4 +312,5 @@ def _shown_by(bar: Bar) -> Show:
             completed=(progress.fraction or 0.0) if progress else 0.0,
         )
 
-    return show
+    with bar:
+        yield show
