@@ -142,14 +142,11 @@ class CommandIndex(click.Group):
             for name, (_, of_group, summary) in _COMMANDS.items():
                 if of_group == group:
                     formatter.write(f"  {name:<12}{summary}\n")
-        self.format_options_only(ctx, formatter)
-        formatter.write(_NOTES)
-
-    def format_options_only(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the options without the list of commands that click would add."""
+        # click's format_options would add the list of commands.
         records = [record for param in self.get_params(ctx) if (record := param.get_help_record(ctx))]
         with formatter.section("Options"):
             formatter.write_dl(records)
+        formatter.write(_NOTES)
 
 
 @click.group(cls=CommandIndex, context_settings={"help_option_names": HELP_OPTIONS, "max_content_width": 100})

@@ -14,6 +14,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
@@ -37,7 +38,7 @@ _FOLDED_TURN_BYTES = PIECE_BYTES
 _LOOK_EVERY_S = 0.1
 """How often it is looked when a log was changed, while lines of it are read."""
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
-_NO_TIME = "-".ljust(19)
+_NO_TIME = "-".ljust(20)
 _WINDOW_BYTES = 64 * 1024
 """How far the lines of a rank are compared with those of the others."""
 
@@ -375,7 +376,10 @@ def format_piece(piece: LogPiece, *, prefix: bool, escape: bool, timestamps: boo
     if not body and ending == b"\r":
         return b""  # how progress bars begin a line
     text = printable(body).encode() if escape else body
-    head = f"{_time_text(piece.written)} " if timestamps else ""
+    head = ""
+    if timestamps:
+        written = piece.written
+        head = _NO_TIME if written is None else time.strftime("%Y-%m-%dT%H:%M:%S ", time.localtime(written))
     if prefix:
         whose = f"r{piece.rank} {printable(piece.host)}"
         head += f"[{spell_ranks([piece.rank, *piece.others]) if piece.others else whose}] "
@@ -392,12 +396,6 @@ def json_piece(piece: LogPiece) -> dict[str, object]:
         "text": piece.data.rstrip(b"\r\n").decode(errors="replace"),
         "ends": piece.data.endswith((b"\n", b"\r")),
     }
-
-
-def _time_text(moment: float | None) -> str:
-    if moment is None:
-        return _NO_TIME
-    return time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(moment))
 
 
 class Folding:
@@ -546,14 +544,10 @@ def position_of_last_lines(path: Path, count: int) -> int:
     """Find where the last `count` lines of a file begin, reading backwards from its end; 0 when it has no more."""
     try:
         with open(path, "rb") as file:
-            position = size = file.seek(0, os.SEEK_END)
+            size = file.seek(0, os.SEEK_END)
             if count <= 0:
                 return size
-            while position > 0:
-                block_bytes = min(PIECE_BYTES, position)
-                position -= block_bytes
-                file.seek(position)
-                block = file.read(block_bytes)
+            for position, block in _blocks_before(file, size):
                 end = len(block)
                 if position + end == size and block.endswith(b"\n"):
                     end -= 1  # this one ends the last line, it begins none
@@ -570,17 +564,21 @@ def _position_of_line(path: Path, offset: int) -> int:
     """Find where the line begins that has the byte at `offset`; the end of a file that is shorter."""
     try:
         with open(path, "rb") as file:
-            position = offset = min(offset, file.seek(0, os.SEEK_END))
-            while position > 0:
-                block_bytes = min(PIECE_BYTES, position)
-                position -= block_bytes
-                file.seek(position)
-                block = file.read(block_bytes)
+            for position, block in _blocks_before(file, min(offset, file.seek(0, os.SEEK_END))):
                 if (end := max(block.rfind(b"\n"), block.rfind(b"\r"))) >= 0:
                     return position + end + 1
     except FileNotFoundError:
         pass
     return 0
+
+
+def _blocks_before(file: BinaryIO, position: int) -> Iterator[tuple[int, bytes]]:
+    """Yield what is before a position of a file, backwards, in blocks, each with the position where it begins."""
+    while position > 0:
+        block_bytes = min(PIECE_BYTES, position)
+        position -= block_bytes
+        file.seek(position)
+        yield position, file.read(block_bytes)
 
 
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:

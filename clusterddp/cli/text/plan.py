@@ -77,10 +77,14 @@ def plan_lines(plan: Plan, *, verbose: bool, columns: int | None = None) -> list
         plan = plan_on_hosts(plan)
     more = "" if verbose else "; -v shows all of it"
     lines = [f"plan for {click.style(plan.name, bold=True)}  (nothing is started{more})", ""]
-    lines += summary_lines(plan, columns=columns, verbose=verbose)
+    for name, text in [*_facts(plan), *([] if verbose else _changes(plan, columns))]:
+        lines += wrapped(f"  {name:<9} {printable(text)}", columns, indent=_INDENT)
     lines += _details(plan) if verbose else []
-    notes = note_lines(plan, columns=columns, verbose=verbose)
-    return [*lines, "", *notes] if notes else lines
+    lines += [""] if plan.notes else []
+    for note in plan.notes:
+        text = f"{click.style('note:', fg='yellow', bold=True)} {printable(note)}"
+        lines += cut_lines(text, columns, None if verbose else NOTE_LINES)
+    return lines
 
 
 def _details(plan: Plan) -> list[str]:
@@ -112,29 +116,13 @@ def _details(plan: Plan) -> list[str]:
 
 
 def _node_table(plan: Plan) -> list[str]:
-    if plan.ssh:
-        return ssh_table(plan)
-    rows = [["NODE", "HOST", "RANKS", "GPUS"]]
-    rows += [
-        [
-            str(node.node_rank),
-            printable(node.host),
-            rank_span(plan.gang.carried_by(node.ranks)),
-            ",".join(node.gpus) or "-",
-        ]
-        for node in plan.gang.nodes
-    ]
-    return table(rows, indent="  ")
-
-
-def ssh_table(plan: Plan) -> list[str]:
-    """Lay out the hosts, in the order of the node ranks."""
-    assert plan.ssh is not None
-    rows = [["NODE", "HOST", "RANKS", "GPUS", "PYTHON"]]
-    for node, host in zip(plan.gang.nodes, plan.ssh.hosts, strict=True):
-        gpus = f"any {host.gpus}" if host.gpus else "-"
-        ranks = rank_span(plan.gang.carried_by(node.ranks))
-        rows.append([str(node.node_rank), printable(node.host), ranks, gpus, printable(_python(host))])
+    """Lay out the nodes, in the order of the node ranks."""
+    rows = [["NODE", "HOST", "RANKS", "GPUS", *(["PYTHON"] if plan.ssh else [])]]
+    for place, node in enumerate(plan.gang.nodes):
+        host = plan.ssh.hosts[place] if plan.ssh else None
+        gpus = ",".join(node.gpus) if host is None else f"any {host.gpus}" if host.gpus else ""
+        row = [str(node.node_rank), printable(node.host), rank_span(plan.gang.carried_by(node.ranks)), gpus or "-"]
+        rows.append(row if host is None else [*row, printable(_python(host))])
     return table(rows, indent="  ")
 
 
@@ -172,24 +160,6 @@ def _python(host: SshNode) -> str:
     elif host.python and (host.venv or host.conda):
         words.append(f"(in {host.venv or host.conda})")
     return " ".join(words)
-
-
-def summary_lines(plan: Plan, *, columns: int | None, verbose: bool) -> list[str]:
-    """Write the facts of a plan, each on a line of its own as far as the width allows."""
-    facts = [*_facts(plan), *([] if verbose else _changes(plan, columns))]
-    lines = []
-    for name, text in facts:
-        lines += wrapped(f"  {name:<9} {printable(text)}", columns, indent=_INDENT)
-    return lines
-
-
-def note_lines(plan: Plan, *, columns: int | None, verbose: bool) -> list[str]:
-    """Write the notes; each at most two lines long, unless `verbose`."""
-    lines = []
-    for note in plan.notes:
-        text = f"{click.style('note:', fg='yellow', bold=True)} {printable(note)}"
-        lines += cut_lines(text, columns, None if verbose else NOTE_LINES)
-    return lines
 
 
 def cut_lines(text: str, columns: int | None, most: int | None) -> list[str]:

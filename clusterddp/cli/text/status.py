@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from clusterddp.view.progress import Progress
     from clusterddp.view.ranks import RankStatus
     from clusterddp.view.status import Checkpoint, RunStatus
-    from clusterddp.view.timeline import Times
 
 MOST_RANKS_ONE_BY_ONE = 8
 _MOST_VALUES_SHOWN = 4
@@ -62,7 +61,8 @@ def status_lines(
     lines += [f"  {printable(text)}" for text in status.unreachable if not any(text in line for line in said)]
     lines += _progress_lines(status, address)
     if status.start_phases:
-        lines.append(f"  start: {phases_text(status.start_phases)}")
+        phases = (f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in status.start_phases.items())
+        lines.append(f"  start: {', '.join(phases)}")
     lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
     if status.lost_rows:
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
@@ -170,11 +170,6 @@ def progress_text(progress: Progress) -> str:
     return "  ".join(parts)
 
 
-def phases_text(phases: Mapping[str, float]) -> str:
-    """Write in one line how long each phase of a start took."""
-    return ", ".join(f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in phases.items())
-
-
 def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
     """Write by which network and devices NCCL sends, equal nodes together."""
     nodes: dict[str, list[str]] = {}
@@ -228,13 +223,9 @@ def _where(status: RunStatus) -> str:
         parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
     if status.attempt:
         parts.append(f"attempt {status.attempt}")
-    return ", ".join([*parts, *times_texts(status.times)])
-
-
-def times_texts(times: Times) -> list[str]:
-    """Write how long a run ran, waited and stood still, as far as it did."""
+    times = status.times
     spent = (("ran", times.running_s), ("queued", times.queued_s), ("stopped", times.stopped_s))
-    return [f"{what} {duration(seconds)}" for what, seconds in spent if seconds >= 1]
+    return ", ".join([*parts, *(f"{what} {duration(seconds)}" for what, seconds in spent if seconds >= 1)])
 
 
 def _job_facts(job: Job) -> list[str]:
