@@ -6,9 +6,9 @@ A host, or another user, may have written a row; one of another form is skipped.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from clusterddp.network.nccl_log import SOCKETS
 from clusterddp.run.directory import AttemptDir, RunDir
@@ -18,6 +18,7 @@ from clusterddp.wire import build
 
 Row = dict[str, Any]
 """A row of the history."""
+_T = TypeVar("_T")
 
 
 class _AnyEvent(TypedDict):
@@ -55,14 +56,17 @@ def read_events(run: RunDir) -> list[Row]:
     return list(read_jsonl(run.events))
 
 
+def _built(rows: Iterator[Row], form: type[_T]) -> Iterator[tuple[Row, _T]]:
+    """Yield the rows that have a form, with their values in it; a host, or another user, may have written others."""
+    for row in rows:
+        with contextlib.suppress(ValueError):
+            yield row, build(form, row)
+
+
 def find_transports(events: Sequence[Row], attempt: int | None) -> tuple[NodeTransport, ...]:
     """Return the newest report of each node in an attempt, by node rank."""
-    found: dict[int, NodeTransport] = {}
-    for row in events:
-        if row.get("event") == "nccl_transport" and row.get("attempt") == attempt:
-            with contextlib.suppress(ValueError):  # a host, or another user, may have written it
-                transport = build(NodeTransport, row)
-                found[transport.node_rank] = transport
+    rows = (row for row in events if row.get("event") == "nccl_transport" and row.get("attempt") == attempt)
+    found = {transport.node_rank: transport for _, transport in _built(rows, NodeTransport)}
     return tuple(found[node_rank] for node_rank in sorted(found))
 
 
@@ -90,11 +94,9 @@ class _NoticeEvent(TypedDict):
 def warn_of_unsent(events: Sequence[Row]) -> str:
     """Return a warning where the last try to send a message failed, for each way; empty: all were sent."""
     failed: dict[tuple[int, str, str], str] = {}
-    for row in events:
-        if row.get("event") in ("notified", "notify_failed"):
-            with contextlib.suppress(ValueError):  # a host, or another user, may have written it
-                event = build(_NoticeEvent, row)
-                failed[event["attempt"], event["what"], event["by"]] = str(row.get("error") or "")
+    rows = (row for row in events if row.get("event") in ("notified", "notify_failed"))
+    for row, event in _built(rows, _NoticeEvent):
+        failed[event["attempt"], event["what"], event["by"]] = str(row.get("error") or "")
     newest = {by: (what, error) for (_, what, by), error in failed.items()}
     return "; ".join(f"notify.{by} was not sent ({what}): {error}" for by, (what, error) in newest.items() if error)
 
@@ -108,11 +110,8 @@ def find_start_phases(events: Sequence[Row], record: RunRecord, attempt: int, st
     that is built for it. The last three are rank 0's, and only of the built-in trainer. `start`: the content of
     start.json.
     """
-    found: dict[str, _Event] = {}
-    for row in events:
-        with contextlib.suppress(ValueError):  # a host, or another user, may have written it
-            event = build(_Event, row)
-            found |= {event["event"]: event} if event.get("attempt") == attempt else {}
+    rows = (row for row in events if row.get("attempt") == attempt)
+    found = {event["event"]: event for _, event in _built(rows, _Event)}
     phases: dict[str, float] = {}
     submitted = found["submitted"].get("time") if "submitted" in found else None
     if submitted is not None and attempt == record.base_attempt:
@@ -169,12 +168,10 @@ class Stopping:
 
 def find_stopping(events: Sequence[Row], attempt: AttemptDir, grace_s: float) -> Stopping | None:
     """Return what the head recorded of a stop in this attempt; None while no stop is requested."""
-    for row in events:
-        with contextlib.suppress(ValueError):  # a host, or another user, may have written it
-            if row.get("event") == "stop_requested" and "asks" in row and row.get("attempt") == attempt.number:
-                event = build(_StopEvent, row)
-                since, asked = event["time"], is_file(attempt.asked)
-                return Stopping(reason=event["reason"], since=since, until=since + grace_s, asks=event["asks"] or asked)
+    rows = (row for row in events if row.get("event") == "stop_requested" and row.get("attempt") == attempt.number)
+    for _, event in _built(rows, _StopEvent):
+        since, asked = event["time"], is_file(attempt.asked)
+        return Stopping(reason=event["reason"], since=since, until=since + grace_s, asks=event["asks"] or asked)
     return None
 
 
