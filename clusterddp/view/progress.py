@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import re
@@ -62,8 +63,11 @@ def read_progress(run: RunDir, *, tail_bytes: int = TAIL_BYTES) -> Progress | No
     if progress is None or progress.accuracy is not None or tail_bytes >= TAIL_BYTES:
         return progress
     lines = filter(_HAS_ACCURACY.search, reversed(read_last_lines(run.metrics, TAIL_BYTES)))
-    found = (accuracy_of(row) for row in map(_row, lines) if row is not None)
-    return replace(progress, accuracy=next((accuracy for accuracy in found if accuracy is not None), None))
+    for line in lines:
+        with contextlib.suppress(ValueError):  # a line that is incomplete or not a row
+            if (accuracy := accuracy_of(read_object(line))) is not None:
+                return replace(progress, accuracy=accuracy)
+    return progress
 
 
 def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
@@ -106,14 +110,6 @@ def accuracy_of(row: dict[str, Any]) -> float | None:
         return None
     key = _accuracy_key(row)
     return None if key is None else row[key] / (100 if row[key] > 1 else 1)
-
-
-def _row(line: bytes) -> dict[str, Any] | None:
-    """Parse a row; None for a line that is incomplete or not a row."""
-    try:
-        return read_object(line)
-    except ValueError:
-        return None
 
 
 def _by_progress(row: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from clusterddp.run.directory import RunDir
     from clusterddp.run.rank_usage import RankUsage
     from clusterddp.run.record import RankEnd
-    from clusterddp.view.events import NodeTransport, Stopping
+    from clusterddp.view.events import NodeTransport
     from clusterddp.view.progress import Progress
     from clusterddp.view.ranks import RankStatus
     from clusterddp.view.status import Checkpoint, RunStatus
@@ -52,7 +52,11 @@ def status_lines(
     name = click.style(name, bold=True) + (f" ({printable(status.name)})" if status.name else "")
     lines = [f"{name}  {state_text(state)}  {where}"]
     if status.stopping:
-        lines.append(f"  {printable(stopping_text(status.stopping, now=time.time()))}")
+        left_s = max(0.0, status.stopping.until - time.time())
+        left = f"{status.stopping.reason}: its ranks are ended in {duration(left_s)}"
+        rest = "and save nothing: the program has not asked clusterddp.should_stop()"
+        rest = "if they have not stopped at a checkpoint by then" if status.stopping.asks else rest
+        lines.append(f"  {printable(left)} {rest}")
     if status.reason and not status.root_cause and status.state.value not in WITHOUT_REASON:
         lines.append(f"  {printable(status.reason)}")
     if status.warning:
@@ -114,14 +118,6 @@ def _shows(text: str) -> bool:
     except (UnicodeEncodeError, LookupError):
         return False
     return True
-
-
-def stopping_text(stopping: Stopping, *, now: float) -> str:
-    """Say why the ranks are to stop, how long they have left, and whether their program knows."""
-    left = f"{stopping.reason}: its ranks are ended in {duration(max(0.0, stopping.until - now))}"
-    if stopping.asks:
-        return f"{left} if they have not stopped at a checkpoint by then"
-    return f"{left} and save nothing: the program has not asked clusterddp.should_stop()"
 
 
 def checkpoint_text(checkpoint: Checkpoint) -> str:
