@@ -7,7 +7,7 @@ the name, and must be reached at that interface. The best candidate by which all
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -259,8 +259,11 @@ class Findings:
         number = 1 + len({one.link.name for one in rivals})
         return f"the {'fastest' if fastest else 'best'} of {number} networks by which {hosts} reach each other"
 
-    def warnings(self, candidates: list[Candidate]) -> Iterator[str]:
-        """Say why networks that are no worse than the first of the candidates, or overlap with it, are not used."""
+    def warnings(self, candidates: list[Candidate], env: Mapping[str, str]) -> Iterator[str]:
+        """Say what may surprise about the first of the candidates, and why networks that are no worse are not used.
+
+        `env`: the user's variables, which override the choice.
+        """
         taken, *others = candidates
         for one in others:
             if one.link.name == taken.link.name or not (
@@ -271,6 +274,24 @@ class Findings:
                 place = f"{one.link.name} of {self.hosts[0].host} ({one.master_addr}, {speed_text(one.link)})"
                 yield f"{place} is not used: {problem}"
         yield from map(self._detour_text, taken.detours[:1])
+        for text in (speed_text, lambda link: f"MTU {link.mtu}"):
+            places: dict[str, list[int]] = {}
+            for place, (link, _) in sorted(taken.endpoints.items()):
+                places.setdefault(text(link), []).append(place)
+            if len(places) > 1:
+                parts = [f"{value} on {self.spell(where)}" for value, where in places.items()]
+                yield f"the interfaces of the hosts differ: {'; '.join(parts)}"
+        for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
+            value = env.get(variable, "")
+            exact = variable.startswith("GLOO") or value.startswith("=")
+            names = value.removeprefix("=").split(",")
+            missing = [
+                place
+                for place, host in enumerate(self.hosts)
+                if not any(link.name in names if exact else link.name.startswith(tuple(names)) for link in host.links)
+            ]
+            if value and not value.startswith("^") and missing:
+                yield f"env.{variable} is {value}, and {self.spell(missing)} has no such interface"
 
     def diagnose(self, candidates: list[Candidate]) -> NetworkError:
         """Return the error for candidates of which none works."""

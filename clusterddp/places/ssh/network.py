@@ -87,7 +87,7 @@ def choose(gang: Gang, findings: Findings) -> tuple[Gang, tuple[str, ...]]:
         for link, address in [taken.endpoints[places[node.host]]]
     )
     settled = dataclasses.replace(gang, nodes=nodes, master_addr=taken.master_addr)
-    return settled, tuple(findings.warnings(candidates))
+    return settled, tuple(findings.warnings(candidates, gang.env))
 
 
 def probe_network(gang: Gang, sessions: Mapping[str, Session], *, within_s: float = PROBE_S) -> Findings:

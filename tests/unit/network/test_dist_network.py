@@ -97,8 +97,8 @@ def names(findings: Findings) -> list[str]:
     return [name for name, _ in taken(findings)]
 
 
-def notes(findings: Findings) -> str:
-    return "\n".join(findings.warnings(findings.candidates()))
+def notes(findings: Findings, env: Mapping[str, str] = {}) -> str:
+    return "\n".join(findings.warnings(findings.candidates(), env))
 
 
 def diagnosis(findings: Findings) -> str:
@@ -313,3 +313,30 @@ def test_what_is_taken_works_and_the_rest_is_explained() -> None:
         assert {(0, place, addresses[place]) for place in range(1, last + 1)} <= reached
         assert {(place, place + 1, addresses[place + 1]) for place in range(1, last)} <= reached
         assert isinstance(notes(findings), str)
+
+
+def test_interfaces_that_differ_are_noted() -> None:
+    hosts = {
+        "gpu1": {"eth0": link("10.0.0.1/24", mtu=9000)},
+        "gpu2": {"eth0": link("10.0.0.2/24")},
+        "gpu3": {"eno1": link("10.0.0.3/24", speed=100)},
+    }
+    assert notes(find(hosts)).splitlines() == [
+        "the interfaces of the hosts differ: 10 Gb/s on gpu1, gpu2; 100 Mb/s on gpu3",
+        "the interfaces of the hosts differ: MTU 9000 on gpu1; MTU 1500 on gpu2, gpu3",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "missing"),
+    [
+        ("GLOO_SOCKET_IFNAME", "ib0", ""),
+        ("GLOO_SOCKET_IFNAME", "ib", "both hosts"),
+        ("NCCL_SOCKET_IFNAME", "ib", ""),
+        ("NCCL_SOCKET_IFNAME", "=ib", "both hosts"),
+        ("NCCL_SOCKET_IFNAME", "^docker", ""),
+    ],
+)
+def test_variables_that_name_no_interface_are_noted(variable: str, value: str, missing: str) -> None:
+    said = notes(find(two_networks(2)), {variable: value})
+    assert (missing in said) if missing else not said
