@@ -18,6 +18,7 @@ from docs_text import cell, head, items, page
 
 from clusterddp.cli.main import WITHOUT_JSON
 from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.record import RankEnd
 from clusterddp.run.state import RunState
 from clusterddp.run.sweep import SweepDir
 from clusterddp.view import ranks, status
@@ -78,7 +79,7 @@ def json_page() -> str:
     lines += ["### progress", "", *_fields(status.Progress)]
     lines += ["### ranks", "", *_fields(status.RankStatus)]
     lines += ["### usage", "", "Of a rank:", "", *_fields(ranks.RankUsage)]
-    lines += ["### root_cause", "", *_fields(status.RootCause, top["root_cause"])]
+    lines += ["### root_cause", "", *_fields(RankEnd, top["root_cause"])]
     lines += ["### diagnosis", "", *_fields(status.Diagnosis)]
     lines += ["### nccl", "", *_fields(status.NodeTransport)]
     lines += ["## list -o json", "", "An array of:", "", *_fields(status.RunSummary)]
