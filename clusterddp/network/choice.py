@@ -271,15 +271,15 @@ class Findings:
             ):
                 continue
             if problem := next(self._problems(one), None) or next(map(self._detour_text, one.detours), None):
-                place = f"{one.link.name} of {self.hosts[0].host} ({one.master_addr}, {speed_text(one.link)})"
-                yield f"{place} is not used: {problem}"
+                subject = f"{one.link.name} of {self.hosts[0].host} ({one.master_addr}, {speed_text(one.link)})"
+                yield f"{subject} is not used: {problem}"
         yield from map(self._detour_text, taken.detours[:1])
         for text in (speed_text, lambda link: f"MTU {link.mtu}"):
-            places: dict[str, list[int]] = {}
+            by_text: dict[str, list[int]] = {}
             for place, (link, _) in sorted(taken.endpoints.items()):
-                places.setdefault(text(link), []).append(place)
-            if len(places) > 1:
-                parts = [f"{value} on {self.spell(where)}" for value, where in places.items()]
+                by_text.setdefault(text(link), []).append(place)
+            if len(by_text) > 1:
+                parts = [f"{value} on {self.spell(where)}" for value, where in by_text.items()]
                 yield f"the interfaces of the hosts differ: {'; '.join(parts)}"
         for variable in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
             value = env.get(variable, "")
