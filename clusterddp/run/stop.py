@@ -19,7 +19,6 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import ASKED, Assignment, RunDir, make_attempt_dirs
 from clusterddp.system.files import is_file, read_json, read_regular, write_json
-from clusterddp.system.storage import retry_outage
 from clusterddp.wire import read_object
 
 _EMPTY_STOP_FILE_S = 0.3
@@ -113,6 +112,8 @@ def confirm_stop(assignment: Assignment, progress: dict[str, Any]) -> str:
 
     `progress`: the program's last step, `{"step": 120}`.
     """
+    from clusterddp.system.storage import retry_outage  # a rank imports this module before its program
+
     attempt, stop_file = assignment.attempt, assignment.stop_file
     retry_outage(lambda: make_attempt_dirs(attempt))
     retry_outage(lambda: write_json(attempt.stopped, progress | {"time": time.time()}, exclusive=True))
