@@ -85,7 +85,7 @@ class Listener(socketserver.ThreadingTCPServer):
         self._nonce = nonce
         self._name = name
         self._free = threading.BoundedSemaphore(_MAX_CONNECTIONS)
-        threading.Thread(target=self.serve_forever, args=(0.05,), daemon=True).start()
+        threading.Thread(target=self.serve_forever, args=(0.005,), daemon=True).start()  # how long `close` may wait
 
     def close(self) -> None:
         """Free the port."""
