@@ -59,6 +59,14 @@ def find_sent(start: Path) -> SentCode | None:
 
 
 TIMEOUT_S = 60.0
+_SHUT = (
+    "core.fsmonitor=false",
+    f"core.hooksPath={os.devnull}",
+    "safe.bareRepository=explicit",
+    "protocol.allow=never",
+    "submodule.recurse=false",
+)
+_SHUT_VARIABLES = {"GIT_ALLOW_PROTOCOL": "none", "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
 
 
 def find_root(start: Path, environ: Mapping[str, str]) -> Path | None:
@@ -101,7 +109,8 @@ def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object
         root = find_root(start, environ)
         if root is None:
             return None
-        status = run_git(["status", "--porcelain=v2", "--branch", "-z", "--untracked-files=normal"], root, environ)
+        arguments = ["--porcelain=v2", "--branch", "-z", "--untracked-files=normal", "--ignore-submodules=dirty"]
+        status = run_git(["status", *arguments], root, environ)
     except ClusterddpError:
         return None
     lines = os.fsdecode(status).split("\0")
@@ -118,16 +127,18 @@ def describe_commit(start: Path, environ: Mapping[str, str]) -> dict[str, object
 def run_git(arguments: list[str], directory: Path, environ: Mapping[str, str]) -> bytes:
     """Run git and return its output.
 
-    It runs without the caller's GIT_* variables, which inside a hook name another repository, and without the file
-    system monitor, a program that the repository itself names.
+    It runs without the caller's GIT_* variables, which inside a hook name another repository, and starts no program
+    that a repository can name: no hook, no monitor of the file system, no transport that would fetch an object that is
+    missing. It opens no bare repository, which may be plain files of another one, and enters no submodule.
     Raises: ClusterddpError: git cannot be run, fails, or takes more than `TIMEOUT_S`.
     """
-    command = ["git", "-c", "core.fsmonitor=false", "-C", str(directory), *arguments]
+    shut = (word for setting in _SHUT for word in ("-c", setting))
+    command = ["git", *shut, "-C", str(directory), *arguments]
     clean = {name: value for name, value in environ.items() if not name.startswith("GIT_")}
     try:
         answer = subprocess.run(
             command,
-            env=clean | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
+            env=clean | _SHUT_VARIABLES | {"GIT_OPTIONAL_LOCKS": "0", "LC_ALL": "C"},
             stdin=subprocess.DEVNULL,
             capture_output=True,
             timeout=TIMEOUT_S,

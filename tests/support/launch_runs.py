@@ -87,6 +87,17 @@ def git(directory: Path, *arguments: str) -> str:
     return subprocess.run(command, cwd=directory, env=environment, check=True, capture_output=True, text=True).stdout
 
 
+def bare_repository(place: Path, command: str) -> None:
+    """Plant a repository whose remote is a command, which git starts to fetch an object that is missing."""
+    for folder in ("objects", "refs"):
+        (place / folder).mkdir(parents=True)
+    (place / "HEAD").write_text("ref: refs/heads/main\n")
+    (place / "config").write_text(
+        "[core]\n repositoryformatversion = 1\n bare = true\n[extensions]\n partialClone = origin\n"
+        f'[remote "origin"]\n url = .\n promisor = true\n uploadpack = "{command}; false"\n'
+    )
+
+
 def read_plan(run: RunDir) -> dict[str, Any]:
     plan = read_json(run.plan)
     assert isinstance(plan, dict)

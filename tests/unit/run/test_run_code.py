@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.run.code import CodeCopy, plan_copy, plan_snapshot, replace_link, write_snapshot
+from clusterddp.errors import ClusterddpError
+from clusterddp.run.code import CodeCopy, plan_copy, plan_snapshot, replace_link, run_git, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.removal import measure_run
 from clusterddp.system.file_set import has_digest
-from tests.support.launch_runs import git
+from tests.support.launch_runs import bare_repository, git
 
 
 @pytest.fixture
@@ -118,3 +119,22 @@ def test_another_user_than_root_gets_hard_links() -> None:
             os._exit(0)
         assert os.waitpid(child, 0)[1] == 0
         assert (copy / "train.py").samefile(stored / "train.py")
+
+
+def test_git_starts_no_program_that_a_repository_names(tmp_path: Path) -> None:
+    """A bare one, whose remote is a program; and one whose monitor of the file system is one, too."""
+    pwned = tmp_path / "pwned"
+    bare_repository(tmp_path / "g", f"touch {pwned}")
+    with pytest.raises(ClusterddpError):
+        run_git(["ls-tree", "-r", "a" * 40], tmp_path / "g", os.environ)
+    git(tmp_path, "init")
+    git(tmp_path, "config", "extensions.partialClone", "origin")
+    git(tmp_path, "config", "core.repositoryFormatVersion", "1")
+    git(tmp_path, "config", "remote.origin.url", ".")
+    git(tmp_path, "config", "remote.origin.promisor", "true")
+    git(tmp_path, "config", "remote.origin.uploadpack", f"touch {pwned}; false")
+    git(tmp_path, "config", "core.fsmonitor", f"touch {pwned}")
+    with pytest.raises(ClusterddpError):
+        run_git(["ls-tree", "-r", "a" * 40], tmp_path, os.environ)
+    run_git(["status"], tmp_path, os.environ)
+    assert not pwned.exists()
