@@ -79,7 +79,10 @@ def init(terminal: Terminal, *, path: Path, answers: Answers, profile: str | Non
     """
     from clusterddp.spec.load import read_shared_values
 
-    _refuse_place(path, force=force)
+    if not path.parent.is_dir():
+        raise UsageError(f"{path}: there is no directory {path.parent}")
+    if str(path) != "-" and path.exists() and not force:
+        raise _exists(path)
     answers = replace(answers, given=read_shared_values(terminal.environ, path))
     text, notes = _first_spec(answers, terminal, profile)
     if str(path) == "-":
@@ -114,7 +117,10 @@ def _first_spec(answers: Answers, terminal: Terminal, profile: str | None) -> tu
         text, notes = _fill_hosts(text, answers)
         chosen.add("ssh.hosts")
     script, several = _choose_script(answers)
-    text = text if script is None else with_script(text, script)
+    if script is not None:  # in place of the trainer, the last section of each template
+        from clusterddp.spec.yamlfile import flow_yaml
+
+        text = _TRAIN.sub(lambda _: _ENTRY.format(script=flow_yaml(script)), text)
     notes += [f"several scripts are here ({', '.join(several)}): --script names what the ranks run"] if several else []
     files = {key: value.place.source for key, value in answers.given.items() if key not in chosen}
     return without_given(text, files), notes
@@ -198,23 +204,8 @@ def _lines(path: Path) -> list[str]:
     return []
 
 
-def _refuse_place(path: Path, *, force: bool) -> None:
-    """Raises: UsageError: the spec cannot be written there."""
-    if not path.parent.is_dir():
-        raise UsageError(f"{path}: there is no directory {path.parent}")
-    if str(path) != "-" and path.exists() and not force:
-        raise _exists(path)
-
-
 def _exists(path: Path) -> UsageError:
     return UsageError(f"{path}: exists, and is left as it is", hint="give another path, or --force")
-
-
-def with_script(text: str, script: str) -> str:
-    """Write the script in place of the trainer, the last section of each template."""
-    from clusterddp.spec.yamlfile import flow_yaml
-
-    return _TRAIN.sub(lambda _: _ENTRY.format(script=flow_yaml(script)), text)
 
 
 def without_given(text: str, files: Mapping[str, str]) -> str:

@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
-from click.shell_completion import CompletionItem
 
 from clusterddp.cli.arguments import RunName, collected, command, output_option, runs_option
 from clusterddp.cli.login import works_at_login
@@ -26,6 +25,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.removal import measure_run
+from clusterddp.run.state import RunState
 from clusterddp.run.sweep import find_sweep
 from clusterddp.view.printable import printable
 
@@ -66,22 +66,6 @@ class Selection:
         return f"{' or '.join(self.states)} runs{named}".lstrip()
 
 
-def _state_words(ctx: click.Context, param: click.Parameter, states: tuple[str, ...]) -> tuple[str, ...]:
-    from clusterddp.run.state import RunState
-
-    known = [state.value for state in RunState]
-    for state in states:
-        if state.upper() not in known:
-            raise click.BadParameter(f'"{state}" is none of {", ".join(known)}', param_hint="--state")
-    return tuple(dict.fromkeys(state.upper() for state in states))
-
-
-def _complete_state(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
-    from clusterddp.run.state import RunState
-
-    return [CompletionItem(state.value) for state in RunState if state.value.startswith(incomplete.upper())]
-
-
 @command("list")
 @works_at_login
 @click.argument("name", metavar="[SWEEP]", type=RunName(), default=None, required=False)
@@ -90,8 +74,7 @@ def _complete_state(ctx: click.Context, param: click.Parameter, incomplete: str)
     "states",
     multiple=True,
     metavar="STATE",
-    callback=_state_words,
-    shell_complete=_complete_state,
+    type=click.Choice([state.value for state in RunState], case_sensitive=False),
     help="Only runs in this state; may be repeated.",
 )
 @click.option("--name", "spec_name", metavar="NAME", help="Only runs whose spec has this name.")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 import time
 from typing import TYPE_CHECKING, BinaryIO, TextIO
@@ -42,16 +41,17 @@ def write_logs(
     """
     from clusterddp.view.logs import LogQuery, follow_logs, format_piece, json_piece, read_logs
 
-    def json_line(piece: LogPiece) -> bytes:
-        return json_text(json_piece(piece), indent=None).encode() + b"\n"
-
     query = query or LogQuery()
     chosen = _fetch_logs(run, ranks, sync, query, follow=follow)
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
     pieces = follow_logs(run, chosen, query, sync=sync) if follow else read_logs(run, chosen, query)
-    text_line = functools.partial(format_piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps)
-    spell = json_line if as_json else text_line
+
+    def spell(piece: LogPiece) -> bytes:
+        if as_json:
+            return json_text(json_piece(piece), indent=None).encode() + b"\n"
+        return format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps)
+
     with contextlib.closing(StateLine(run, terminal)) as state_line:
         last = _write_pieces(pieces, spell, stream.buffer, state_line)
     if escape and last and not last.endswith((b"\n", b"\r")):

@@ -328,7 +328,8 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
         codes.append(_run_same(node, context, {"names": names}))
         if context.info_name == "rm" and not values["dry_run"] and not codes[-1]:
             for name in names:
-                forget_sent_run(runs_dir, name)
+                if _NAME.fullmatch(name):
+                    (runs_dir / FOLDER / f"{name}.json").unlink(missing_ok=True)
     return max(codes)
 
 
@@ -369,12 +370,6 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
         raise ClusterddpError(f"{folder}: cannot be made: {error.strerror}") from error
     write_text(folder / ".gitignore", "*\n", exclusive=True)  # this directory is usually in a repository
     write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent))
-
-
-def forget_sent_run(runs_dir: Path, name: str) -> None:
-    """Remove the record of a run or sweep that was removed there."""
-    if _NAME.fullmatch(name):
-        (runs_dir / FOLDER / f"{name}.json").unlink(missing_ok=True)
 
 
 def list_sent_runs(runs_dir: Path) -> list[SentRun]:

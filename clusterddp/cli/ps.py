@@ -182,7 +182,10 @@ def gc(
         cleanup = Cleanup(found=machines.look(selection.tokens))
         if older_than_s is not None:
             cleanup.storages = machines.stored(older_than_s)
-        if lines := _cleanup_lines(cleanup, columns=columns_of(sys.stdout)):
+        columns = columns_of(sys.stdout)
+        lines = _process_lines(cleanup.left_over, columns=columns) if cleanup.left_over else []
+        lines += stored_lines(cleanup.storages, columns=columns)
+        if lines := [*lines, *failure_lines({**cleanup.storages, **cleanup.found})]:
             show("\n".join(lines))
         _say_kept(cleanup)
         question = _question(cleanup)
@@ -290,13 +293,6 @@ def _row(host: str, run: RunHere) -> list[str]:
         duration(run.age_s),
         "-" if run.answered_by is None else printable(run.answered_by),
     ]
-
-
-def _cleanup_lines(cleanup: Cleanup, *, columns: int | None) -> list[str]:
-    """Lay out what is to be ended and removed in `columns`, and which machines did not answer."""
-    runs = _process_lines(cleanup.left_over, columns=columns) if cleanup.left_over else []
-    failures = failure_lines({**cleanup.storages, **cleanup.found})
-    return [*runs, *stored_lines(cleanup.storages, columns=columns), *failures]
 
 
 def stored_lines(found: Mapping[str, Storage | SshError], *, columns: int | None) -> list[str]:

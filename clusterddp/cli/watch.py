@@ -221,12 +221,8 @@ def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchronise
     if not fetched:
         say_unfetched(run)
     send_left(run, view, terminal.environ, patience_s=PATIENCE_S, sync=sync)
-    return exit_code_of(view) or (0 if fetched else ClusterddpError.exit_code)
-
-
-def exit_code_of(view: RunView) -> int:
-    """Return the exit code for the state in which a run ended."""
-    return {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
+    failed = {"COMPLETED": 0, "CANCELLED": 6}.get(view.state.value, 5)
+    return failed or (0 if fetched else ClusterddpError.exit_code)
 
 
 def _poll(run: RunDir, show: Show, timeout_s: float | None, sync: Synchroniser) -> RunView:

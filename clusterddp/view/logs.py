@@ -195,8 +195,8 @@ def _follow_attempt(
         if over:
             sync.update_logs()
         idle = True
-        pieces = _read_turn(logs, over=over) if foldings is None else _fold_turn(logs, foldings, turn, over=over)
-        for piece in pieces:
+        unfolded = (piece for log in logs for piece in (log.read_all() if over else log.read(TURN_BYTES)))
+        for piece in unfolded if foldings is None else _fold_turn(logs, foldings, turn, over=over):
             idle = False
             yield piece
         if over:
@@ -204,11 +204,6 @@ def _follow_attempt(
         if idle:
             yield None
             time.sleep(poll_interval_s)
-
-
-def _read_turn(logs: list[_RankLog], *, over: bool) -> Iterator[LogPiece]:
-    for log in logs:
-        yield from log.read_all() if over else log.read(TURN_BYTES)
 
 
 def _fold_turn(logs: list[_RankLog], foldings: Sequence[Folding], turn: int, *, over: bool) -> Iterator[LogPiece]:
@@ -406,17 +401,14 @@ class Folding:
         self._lines: dict[int, deque[tuple[LogPiece, int]]] = {}
         """By rank: what was read and is not shown yet, each with the round in which it was read."""
         self._counts: dict[int, Counter[bytes]] = {}
-        self._bytes: Counter[int] = Counter()
+        self.bytes: Counter[int] = Counter()
+        """By rank: the length of its lines here."""
 
     def add(self, piece: LogPiece, round_: int = 0) -> None:
         """Add the next line of a rank."""
         self._lines.setdefault(piece.rank, deque()).append((piece, round_))
         self._counts.setdefault(piece.rank, Counter())[piece.data] += 1
-        self._bytes[piece.rank] += len(piece.data)
-
-    def is_full(self, rank: int) -> bool:
-        """Return whether there are enough lines of a rank to compare."""
-        return self._bytes[rank] >= _WINDOW_BYTES
+        self.bytes[piece.rank] += len(piece.data)
 
     def take(self, *, until: int | None = None) -> LogPiece | None:
         """Return the next line with all ranks that have it next, too; None: there is none.
@@ -456,7 +448,7 @@ class Folding:
 
     def _drop(self, rank: int) -> None:
         data = self._lines[rank].popleft()[0].data
-        self._bytes[rank] -= len(data)
+        self.bytes[rank] -= len(data)
         self._counts[rank][data] -= 1
         if not self._counts[rank][data]:
             del self._counts[rank][data]
@@ -468,7 +460,7 @@ def fold(pieces_of: Mapping[int, Iterator[LogPiece]], folding: Folding | None = 
     ranks: tuple[int, ...] = tuple(pieces_of)
     while True:
         for rank in ranks:
-            while not folding.is_full(rank) and (piece := next(pieces_of[rank], None)):
+            while folding.bytes[rank] < _WINDOW_BYTES and (piece := next(pieces_of[rank], None)):
                 folding.add(piece)
         taken = folding.take()
         if taken is None:

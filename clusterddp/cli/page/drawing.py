@@ -176,7 +176,7 @@ class _Scale:
 
     def place(self, value: float) -> float:
         span = self.high - self.low
-        share = (value - self.low) / span if span else 0.5
+        share = min(1.0, max(0.0, (value - self.low) / span)) if span > 0 else 0.5
         return self.begin + share * (self.end - self.begin)
 
 
@@ -218,22 +218,28 @@ def chart(number: int, key: str, series: Sequence[Series], points: int) -> Html:
         for each, _ in drawn
         for curve in [each.curve]
     )
-    picture = el(
+    lines = [_line(each, found, x, y) for each, found in drawn]
+    cursor = el("line", x1=0, x2=0, y1=_TOP, y2=_BOTTOM, class_="cursor")
+    data = {"data_x": f"{x.low!r} {x.high!r}", "data_y": f"{y.low!r} {y.high!r}"}
+    data |= {"data_box": f"{_LEFT} {_TOP} {_RIGHT} {_BOTTOM}", "tabindex": "0"}
+    picture = _picture(number, title, sentences, [_axes(x, y), *lines, cursor], (_WIDTH, _HEIGHT), **data)
+    return el("figure", el("figcaption", cut(title, 120)), picture, el("output"))
+
+
+def _picture(
+    number: int, title: str, sentences: Iterable[str], parts: Sequence[Html], size: tuple[int, int], **attributes: str
+) -> Html:
+    """Make a picture that also says in words what it shows."""
+    return el(
         "svg",
         el("title", title, id=f"t{number}"),
         el("desc", "; ".join(sentences), id=f"d{number}"),
-        _axes(x, y),
-        *(_line(each, found, x, y) for each, found in drawn),
-        el("line", x1=0, x2=0, y1=_TOP, y2=_BOTTOM, class_="cursor"),
-        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
+        *parts,
+        viewBox=f"0 0 {size[0]} {size[1]}",
         role="img",
         aria_labelledby=f"t{number} d{number}",
-        tabindex="0",
-        data_x=f"{x.low!r} {x.high!r}",
-        data_y=f"{y.low!r} {y.high!r}",
-        data_box=f"{_LEFT} {_TOP} {_RIGHT} {_BOTTOM}",
+        **attributes,
     )
-    return el("figure", el("figcaption", cut(title, 120)), picture, el("output"))
 
 
 def _widened(low: float, high: float, share: float) -> tuple[float, float]:
@@ -284,88 +290,50 @@ def _short(value: float) -> str:
     return f"{value:.1f}".removesuffix(".0")
 
 
-@dataclass(frozen=True, slots=True)
-class _Axis:
-    """Seconds since the epoch as places in the picture."""
-
-    begin: float
-    end: float
-
-    def place(self, moment: float) -> float:
-        span = self.end - self.begin
-        share = (moment - self.begin) / span if span > 0 else 0.0
-        return _TIME_LEFT + min(1.0, max(0.0, share)) * (_TIME_RIGHT - _TIME_LEFT)
-
-    def span(self, begin: float, end: float) -> tuple[float, float]:
-        return self.place(begin), self.place(end)
-
-
 def timeline_strip(timeline: Timeline, number: int) -> Html | None:
     """Draw when a run waited and ran; None for a run without an attempt."""
     attempts = timeline.attempts[-_MAX_ATTEMPTS:]
     if not attempts:
         return None
-    axis = _Axis(attempts[0].asked, attempts[-1].ended)
-    top = _BAR + 6
+    axis = _Scale(attempts[0].asked, attempts[-1].ended, _TIME_LEFT, _TIME_RIGHT)
     parts = [el("text", "attempts", x=0, y=_BAR - 6), *(_attempt(attempt, axis) for attempt in attempts)]
     sentences = (
         f"attempt {each.number} waited {duration(each.waited_s)}, ran {duration(each.ran_s)}, {each.outcome}"
         for each in attempts[-20:]
     )
-    picture = el(
-        "svg",
-        el("title", "Attempts over time", id=f"t{number}"),
-        el("desc", "; ".join(sentences), id=f"d{number}"),
-        *parts,
-        _time_ticks(axis, top),
-        viewBox=f"0 0 {_TIME_WIDTH} {top + 22}",
-        role="img",
-        aria_labelledby=f"t{number} d{number}",
-        class_="wide",
-    )
-    strip = el("div", picture, class_="scroll", tabindex="0")
-    return el("figure", el("figcaption", "Attempts over time"), strip)
+    title, size = "Attempts over time", (_TIME_WIDTH, _BAR + 28)
+    picture = _picture(number, title, sentences, [*parts, _time_ticks(axis)], size, class_="wide")
+    return el("figure", el("figcaption", title), el("div", picture, class_="scroll", tabindex="0"))
 
 
-def _attempt(attempt: AttemptSpan, axis: _Axis) -> Html:
-    began = attempt.ended if attempt.started is None else attempt.started
+def _attempt(attempt: AttemptSpan, axis: _Scale) -> Html:
+    asked, right = axis.place(attempt.asked), axis.place(attempt.ended)
+    left = right if attempt.started is None else axis.place(attempt.started)
     what = f"attempt {attempt.number}"
-    rows = (2.0, float(_BAR))
-    waited = f"{what} waits {duration(attempt.waited_s)}"
-    waits = _bar("WAIT", waited, axis.span(attempt.asked, began), rows)
+    waits = _bar("WAIT", f"{what} waits {duration(attempt.waited_s)}", asked, left)
     if attempt.started is None:
         return waits
-    left, right = axis.span(began, attempt.ended)
-    runs = _bar(attempt.outcome, f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}", (left, right), rows)
+    runs = _bar(attempt.outcome, f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}", left, right)
     wordings = (f"{attempt.number} {attempt.outcome}", str(attempt.number))
     words = next((text for text in wordings if len(text) * _LETTER_WIDTH + 6 < right - left), "")
     label = el("text", words, x=f"{left + 4:.1f}", y=_BAR - 5, class_="in") if words else None
     return join([waits, runs, label])
 
 
-def _bar(class_: str, text: str, span: tuple[float, float], rows: tuple[float, float]) -> Html:
-    """Draw a bar, `span` across and `rows` down."""
-    (left, right), (top, bottom) = span, rows
-    return el(
-        "rect",
-        el("title", text),
-        x=f"{left:.1f}",
-        y=f"{top:.1f}",
-        width=f"{max(right - left, 1.5):.1f}",
-        height=f"{bottom - top:.1f}",
-        class_=class_,
-    )
+def _bar(class_: str, text: str, left: float, right: float) -> Html:
+    width = f"{max(right - left, 1.5):.1f}"
+    return el("rect", el("title", text), x=f"{left:.1f}", y=2, width=width, height=_BAR - 2, class_=class_)
 
 
-def _time_ticks(axis: _Axis, top: float) -> Html:
-    span = axis.end - axis.begin
+def _time_ticks(axis: _Scale) -> Html:
+    span = axis.high - axis.low
     distance = next((each for each in _NICE_S if span / each <= 8), _NICE_S[-1])
     count = min(int(span / distance), 40)
     marks = [
-        el("text", f"+{duration(each * distance)}" if each else clock(axis.begin),
-           x=f"{axis.place(axis.begin + each * distance):.1f}", y=f"{top + 14:.1f}",
+        el("text", f"+{duration(each * distance)}" if each else clock(axis.low),
+           x=f"{axis.place(axis.low + each * distance):.1f}", y=_BAR + 20,
            text_anchor="middle" if each else "start")
         for each in range(count + 1)
-        if each != 1 or axis.place(axis.begin + distance) > _TIME_LEFT + 130
+        if each != 1 or axis.place(axis.low + distance) > _TIME_LEFT + 130
     ]  # fmt: skip
     return join(marks)

@@ -39,6 +39,8 @@ MAX_BYTES = 300_000
 MOST_RUNS = 200
 """Rows of the dashboard's table of runs."""
 _CELL = 160
+_DIFF = {"+": "ins", "-": "del"}
+_USAGE = {"MS/STEP": "ms a step", "CPU": "cores", "MEMORY": "memory", "GPU": "GPU"}
 _FOLDED_FROM = 48
 """From this number of ranks on, equal ranks of a host are one row."""
 
@@ -307,7 +309,7 @@ def _attempts_table(report: RunReport, most: int) -> Html | None:
 def _ranks_table(report: RunReport, most: int) -> Html | None:
     """Draw the ranks of the newest attempt; many ranks are folded by host, state and exit code."""
     ranks = report.status.ranks
-    is_known = any(rank.usage for rank in ranks)
+    usage = _USAGE if any(rank.usage for rank in ranks) else {}
     folds: dict[tuple[object, ...], list[RankStatus]] = {}
     for rank in ranks:
         key = (rank.host, rank.state, rank.exit_code) if len(ranks) >= _FOLDED_FROM else (rank.rank,)
@@ -320,12 +322,11 @@ def _ranks_table(report: RunReport, most: int) -> Html | None:
             _state(fold[0].state),
             "-" if fold[0].exit_code is None else fold[0].exit_code,
             fold[0].interface or "-",
-            *(usage_texts(fold) if is_known else ()),
+            *(usage_texts(fold)[title] for title in usage),
         ]
         for fold in list(folds.values())[:most]
     ]
-    head = ["rank", "node", "host", "state", "exit code", "interface"]
-    head += ["ms a step", "cores", "memory", "GPU"] if is_known else []
+    head = ["rank", "node", "host", "state", "exit code", "interface", *usage.values()]
     return table(head, rows, caption="Ranks of the newest attempt") if rows else None
 
 
@@ -400,15 +401,11 @@ def _file_diffs(title: str, files: Sequence[FileDiff], most: int) -> Html | None
         left_out = len(file.lines) - len(lines) + file.left_out_lines
         more = f", {format_count(left_out, 'line')} not shown" if left_out else ""
         parts.append(el("p", el("strong", file.path), f" {file.change}{more}"))
-        parts.append(el("pre", *map(_diff_line, lines), tabindex="0") if lines else None)
+        drawn = (join([el(_DIFF.get(line[:1], "span"), cut(line, _CELL)), Html("\n")]) for line in lines)
+        parts.append(el("pre", *drawn, tabindex="0") if lines else None)
         if most <= 0:
             break
     return folded(f"{title}: {format_count(len(files), 'file')}", *parts, is_open=len(files) <= 3)
-
-
-def _diff_line(line: str) -> Html:
-    kind = {"+": "ins", "-": "del"}.get(line[:1], "span")
-    return join([el(kind, cut(line, _CELL)), Html("\n")])
 
 
 def _row(summary: RunSummary, now: float) -> tuple[Child, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import click
 
@@ -15,6 +15,7 @@ _MOST_SIDE_BY_SIDE = 4
 """Up to so many runs are columns; more are rows."""
 _MOST_ROWS = 40
 _MOST_DIFF_LINES = 60
+_COLORS = {"+": "green", "-": "red", "@": "cyan"}
 _CELL = 40
 _PLAIN = 80
 """The width of what is written into a file or a pipe, as far as cells are cut."""
@@ -37,7 +38,10 @@ def compare_lines(compared: Comparison, *, columns: int | None) -> list[str]:
             lines += _diff_lines(names[0], diff)
     if not lines:
         lines = [*wrapped("no difference in configuration, code, packages, hosts or machine", columns, indent=2), ""]
-    texts = [result_texts(report.results) | _logged(report.logged) for report in compared.runs]
+    texts = []
+    for report in compared.runs:
+        logged = list(report.logged.items())[:_MOST_ROWS]
+        texts.append(result_texts(report.results) | {f"{key} (logged)": number_text(each) for key, each in logged})
     states = ["state", *(state_text(report.status.state.value) for report in compared.runs)]
     keys = dict.fromkeys(key for of_run in texts for key in of_run)
     cells = [states, *([printable(key), *(of_run.get(key, "-") for of_run in texts)] for key in keys)]
@@ -71,10 +75,6 @@ def number_text(value: float) -> str:
     if value == int(value) and abs(value) < 1e6:
         return f"{int(value):,}"
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value:.4g}"
-
-
-def _logged(values: Mapping[str, float]) -> dict[str, str]:
-    return {f"{key} (logged)": number_text(value) for key, value in list(values.items())[:_MOST_ROWS]}
 
 
 def _lay_out(title: str, names: Sequence[str], cells: Sequence[Sequence[str]], columns: int) -> list[str]:
@@ -124,12 +124,7 @@ def _diff_lines(first: str, diff: CodeDiff) -> list[str]:
     ]
     for file in diff.files:
         lines.append(f"  {printable(file.path)} {file.change}")
-        lines += [f"    {_colored(line)}" for line in file.lines]
+        lines += [f"    {click.style(printable(line), fg=_COLORS.get(line[:1]))}" for line in file.lines]
     if len(lines) > _MOST_DIFF_LINES:
         lines = [*lines[:_MOST_DIFF_LINES], f"  ... {len(lines) - _MOST_DIFF_LINES} more lines: -o json has them"]
     return [*lines, ""]
-
-
-def _colored(line: str) -> str:
-    color = {"+": "green", "-": "red", "@": "cyan"}.get(line[:1])
-    return click.style(printable(line), fg=color) if color else printable(line)

@@ -6,7 +6,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import click
@@ -22,7 +22,6 @@ from clusterddp.view.status import has_checkpoint
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
     from clusterddp.run.directory import RunDir
-    from clusterddp.run.rank_usage import RankUsage
     from clusterddp.run.record import RankEnd
     from clusterddp.view.events import NodeTransport
     from clusterddp.view.progress import Progress
@@ -296,9 +295,8 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     """Lay out ranks, one a line."""
 
     def column(title: str, facts: Sequence[object], gives_way: int = 0) -> Column:
-        return Column(
-            title=title, cells=["-" if fact is None else printable(str(fact)) for fact in facts], gives_way=gives_way
-        )
+        cells = ["-" if fact is None else printable(str(fact)) for fact in facts]
+        return Column(title=title, cells=cells, gives_way=gives_way)
 
     owned = any(rank.owns for rank in ranks)
     now = time.time()
@@ -314,94 +312,75 @@ def rank_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     ]
     if owned:
         places = [nodes, column("ITS RANKS", [rank_span(rank.owns or (rank.rank,)) for rank in ranks])]
-    return lay_out(
-        [
-            *places,
-            column("HOST", [rank.host for rank in ranks], 2),
-            column("PID", [rank.pid for rank in ranks], 6),
-            Column(title="STATE", cells=[rank.state for rank in ranks], paint=state_text),
-            column("EXIT", [rank.exit_code for rank in ranks], 1),
-            *_usage_columns(ranks),
-            *([column("OUTPUT", outputs, 3)] if any(outputs) else []),
-            column("INTERFACE", [rank.interface for rank in ranks], 7),
-            column("MASTER", masters, 8),
-        ],
-        room=columns,
-        indent="  ",
-    )
-
-
-def _usage_columns(ranks: Sequence[RankStatus]) -> list[Column]:
-    """Lay out what ranks use, and how fast they are, as far as it is known of any of them."""
-
-    def column(title: str, what: Callable[[RankUsage], str | None], gives_way: int) -> Column:
-        cells = [(what(rank.usage) if rank.usage else None) or "-" for rank in ranks]
-        return Column(title=title, cells=cells, gives_way=gives_way)
-
-    steps_s = [rank.usage.step_s if rank.usage else None for rank in ranks]
-    slow = [
-        f"{'-' if step_s is None else f'{step_s * 1e3:.3g}'}{' slow' if rank.straggler else ''}"
-        for rank, step_s in zip(ranks, steps_s, strict=True)
+    shown = [
+        *places,
+        column("HOST", [rank.host for rank in ranks], 2),
+        column("PID", [rank.pid for rank in ranks], 6),
+        Column(title="STATE", cells=[rank.state for rank in ranks], paint=state_text),
+        column("EXIT", [rank.exit_code for rank in ranks], 1),
+        *_usage_columns([[rank] for rank in ranks]),
+        *([column("OUTPUT", outputs, 3)] if any(outputs) else []),
+        column("INTERFACE", [rank.interface for rank in ranks], 7),
+        column("MASTER", masters, 8),
     ]
-
-    def paint(cell: str) -> str:
-        return click.style(cell, fg="yellow", bold=True) if cell.endswith("slow") else cell
-
-    columns = [
-        column("STEP", lambda usage: None if usage.step is None else str(usage.step), 3),
-        Column(title="MS/STEP", cells=slow, gives_way=1, paint=paint),
-        column("CPU", lambda usage: None if usage.cpu is None else f"{usage.cpu:.1f}", 4),
-        column("MEMORY", lambda usage: format_bytes(usage.memory) if usage.memory else None, 4),
-        column("GPU", lambda usage: None if usage.gpu is None else f"{usage.gpu:.0%}", 2),
-        column("GPU MEMORY", lambda usage: format_bytes(usage.gpu_memory) if usage.gpu_memory else None, 3),
-    ]
-    return [each for each in columns if set(each.cells) != {"-"}]
+    return lay_out(shown, room=columns, indent="  ")
 
 
 def node_table(ranks: Sequence[RankStatus], columns: int | None) -> list[str]:
     """Lay out nodes, one a line, with the states of their ranks."""
-    rows = []
-    for node_rank in sorted({rank.node_rank for rank in ranks}):
-        of_node = [rank for rank in ranks if rank.node_rank == node_rank]
-        states = Counter(rank.state for rank in of_node)
-        rows.append(
-            (
-                str(node_rank),
-                printable(of_node[0].host),
-                rank_span([each for rank in of_node for each in rank.owns or (rank.rank,)]),
-                ", ".join(f"{count} {state}" for state, count in states.most_common()),
-                *usage_texts(of_node),
-            )
-        )
+    by_node: dict[int, list[RankStatus]] = {}
+    for rank in sorted(ranks, key=lambda rank: rank.node_rank):
+        by_node.setdefault(rank.node_rank, []).append(rank)
+    spans = [rank_span([each for rank in node for each in rank.owns or (rank.rank,)]) for node in by_node.values()]
+    counts = [Counter(rank.state for rank in node).most_common() for node in by_node.values()]
+    states = [", ".join(f"{count} {state}" for state, count in of_node) for of_node in counts]
 
     def paint(cell: str) -> str:
         return re.sub("[A-Z_]+", lambda match: state_text(match[0]), cell)
 
-    nodes, hosts, spans, states_of, steps, cores, memory, gpus = zip(*rows, strict=True)
     shown = [
-        Column(title="NODE", cells=nodes),
-        Column(title="HOST", cells=hosts, gives_way=1, least=8),
+        Column(title="NODE", cells=[str(number) for number in by_node]),
+        Column(title="HOST", cells=[printable(node[0].host) for node in by_node.values()], gives_way=1, least=8),
         Column(title="RANKS", cells=spans),
-        Column(title="STATES", cells=states_of, least=12, paint=paint),
-        Column(title="MS/STEP", cells=steps, gives_way=2),
-        Column(title="CPU", cells=cores, gives_way=5),
-        Column(title="MEMORY", cells=memory, gives_way=4),
-        Column(title="GPU", cells=gpus, gives_way=3),
+        Column(title="STATES", cells=states, least=12, paint=paint),
+        *_usage_columns(list(by_node.values())),
     ]
-    return lay_out([each for each in shown if set(each.cells) != {"-"}], room=columns, indent="  ")
+    return lay_out(shown, room=columns, indent="  ")
 
 
-def usage_texts(ranks: Sequence[RankStatus]) -> list[str]:
-    """Sum up what ranks use: ms of their steps, cores, memory, and how busy their GPUs are."""
+def _usage_columns(groups: Sequence[Sequence[RankStatus]]) -> list[Column]:
+    """Lay out what groups of ranks use, and how fast they are, as far as it is known of any of them."""
+
+    def paint(cell: str) -> str:
+        return click.style(cell, fg="yellow", bold=True) if cell.endswith("slow") else cell
+
+    texts = [usage_texts(group) for group in groups]
+    ways = {"STEP": 3, "MS/STEP": 2, "CPU": 5, "MEMORY": 4, "GPU": 3, "GPU MEMORY": 3}
+    columns = [
+        Column(title=title, cells=[each[title] for each in texts], gives_way=gives_way, paint=paint)
+        for title, gives_way in ways.items()
+    ]
+    return [each for each in columns if {*each.cells} != {"-"}]
+
+
+def usage_texts(ranks: Sequence[RankStatus]) -> dict[str, str]:
+    """Sum up what ranks use, by the title of its column: their steps, cores, memory, and how busy their GPUs are."""
     known = [rank.usage for rank in ranks if rank.usage]
-    steps = sorted(rank.step_s * 1e3 for rank in known if rank.step_s is not None)
     cores = [rank.cpu for rank in known if rank.cpu is not None]
-    memory = [rank.memory for rank in known if rank.memory]
     gpus = [rank.gpu for rank in known if rank.gpu is not None]
-    low, high = (f"{steps[place]:.3g}" for place in (0, -1)) if steps else ("-", "-")
-    return [
-        low if low == high else f"{low}-{high}",
-        f"{sum(cores):.1f}" if cores else "-",
-        format_bytes(sum(memory)) if memory else "-",
-        f"{sum(gpus) / len(gpus):.0%}" if gpus else "-",
-    ]
+    memory, gpu_memory = sum(rank.memory or 0 for rank in known), sum(rank.gpu_memory or 0 for rank in known)
+    slow = " slow" if any(rank.straggler for rank in ranks) else ""
+    return {
+        "STEP": _span([rank.step for rank in known if rank.step is not None], "d"),
+        "MS/STEP": _span([rank.step_s * 1e3 for rank in known if rank.step_s is not None], ".3g") + slow,
+        "CPU": f"{sum(cores):.1f}" if cores else "-",
+        "MEMORY": format_bytes(memory) if memory else "-",
+        "GPU": f"{sum(gpus) / len(gpus):.0%}" if gpus else "-",
+        "GPU MEMORY": format_bytes(gpu_memory) if gpu_memory else "-",
+    }
+
+
+def _span(values: Sequence[float], form: str) -> str:
+    """Write the lowest and the highest of some values, once where they are equal."""
+    ends = dict.fromkeys(format(value, form) for value in (min(values), max(values))) if values else ["-"]
+    return "-".join(ends)

@@ -60,7 +60,7 @@ def test_no_run_of_a_state_is_said_with_the_state(runs_dir: Path, capfd: pytest.
 
 def test_a_state_that_does_not_exist_is_a_wrong_usage(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "--state", "DONE"]) == 2
-    assert '"DONE" is none of PENDING, RUNNING' in capfd.readouterr().err
+    assert "'DONE' is not one of 'pending', 'running'" in capfd.readouterr().err
 
 
 def test_sorted_runs_are_chosen_from_all_of_them(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -214,7 +214,7 @@ def test_a_running_run_shows_what_its_ranks_use_and_marks_the_one_that_the_other
     assert main(["report", "--out", "-"]) == 0
     page = re.sub("<[^>]*>", " ", capfd.readouterr().out)
     assert re.search(
-        r"ms a step +cores +memory +GPU .* 89.1 +1.0 +3.0 GiB +- .* 130 +0.5 +2.0 GiB +97%", page, re.DOTALL
+        r"ms a step +cores +memory +GPU .* 89.1 +1.0 +3.0 GiB +- .* 130 slow +0.5 +2.0 GiB +97%", page, re.DOTALL
     )
     assert waits in page
     write_end(attempt, AttemptEnd(outcome="COMPLETED", reason="all ranks ended with exit code 0"))
