@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import hmac
+import io
 import json
 import os
 import re
@@ -35,13 +36,21 @@ if TYPE_CHECKING:
 
 DEFAULT_PORT = 8271
 LOOPBACK = "127.0.0.1"
-_COOKIE = "clusterddp_dash"
+_KEY = "X-Clusterddp-Key"
+"""The header that has the key. A cookie would go to the other ports of this machine, too."""
 _HOSTS = frozenset([LOOPBACK, "localhost"])
 _MOST_COMPARED = 12
 _LOG_BYTES = 256 * 1024
 """How much of a log one answer has; a longer log is read from so far before its end."""
 _LIST_FOR_S = 2.0
 """So long the list of runs is taken as it was read: several pages may be open."""
+_LIST_WITHIN_S = 5.0
+"""How long a page waits for the list while another one reads it."""
+_MAX_RECEIVING = 32
+"""How many connections may send their requests at a time."""
+_REQUEST_WITHIN_S = 5.0
+_MAX_REQUEST_BYTES = 16 * 1024
+"""How long and how large a request may be: everybody on this machine can connect."""
 
 
 @command("dash")
@@ -54,10 +63,11 @@ def dash(terminal: Terminal, *, port: int, runs_dir: Path) -> None:
     """Serve pages about all runs, for a browser on this machine: live, and only to read.
 
     The address that it prints has a key; without it the pages are closed to other users of the machine.
+    Open it once in each tab.
     """
     server = DashServer(runs_dir, port=port, environ=terminal.environ)
     port = server.server_address[1]
-    say(f"http://{LOOPBACK}:{port}/?key={server.key}")
+    say(f"http://{LOOPBACK}:{port}/#{server.key}")
     if "SSH_CONNECTION" in terminal.environ:
         say(f"from your own machine first: ssh -L {port}:{LOOPBACK}:{port} {socket.gethostname()}")
     say("Ctrl-C ends it; the runs go on")
@@ -75,18 +85,25 @@ class DashServer(ThreadingHTTPServer):
     """
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(self, runs_dir: Path, *, port: int, environ: Mapping[str, str]) -> None:
         self.runs_dir = runs_dir.absolute()
         self.environ = environ
         self.key = secrets.token_urlsafe(24)
         self.runs = _Runs(self.runs_dir)
+        self.receiving = threading.BoundedSemaphore(_MAX_RECEIVING)
         try:
             super().__init__((LOOPBACK, port), _Handler)
         except OSError as error:
             raise ClusterddpError(
                 f"port {port} of {LOOPBACK}: {error.strerror}", hint="--port 0 takes any free port"
             ) from error
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Start a thread for a connection, once one of those that may send a request has a place."""
+        self.receiving.acquire()  # the thread releases it when it has the request
+        super().process_request(request, client_address)
 
 
 class _Runs:
@@ -99,30 +116,45 @@ class _Runs:
         self._newest: list[RunSummary] = []
         self._total = 0
         self._ended: dict[Path, tuple[object, RunSummary]] = {}
+        self._reading = runs_dir
+        """What is being read now."""
 
     def read(self, limit: int) -> tuple[list[RunSummary], int]:
-        """Return the newest runs, the newest first, and how many runs there are."""
-        with self._lock:
+        """Return the newest runs, the newest first, and how many runs there are.
+
+        Raises: TimeoutError: another page still reads them.
+        """
+        if not self._lock.acquire(timeout=_LIST_WITHIN_S):
+            raise TimeoutError(f"{self._reading}: reading it takes longer than {_LIST_WITHIN_S:g} s")
+        try:
             if time.monotonic() - self._read_at >= _LIST_FOR_S:
+                self._reading = self._runs_dir
                 self._newest, self._total = self._read(limit)
                 self._read_at = time.monotonic()
             return self._newest, self._total
+        finally:
+            self._lock.release()
 
     def _read(self, limit: int) -> tuple[list[RunSummary], int]:
         from clusterddp.view.status import read_summary
 
         runs = list_runs(self._runs_dir)
         newest = runs[: -limit - 1 : -1]
-        stamps = {run.path: _stamp(run) for run in newest}
+        stamps = {}
+        for run in newest:
+            self._reading = run.path
+            stamps[run.path] = _stamp(run)
         known = {path: found for path, found in self._ended.items() if stamps.get(path) == found[0]}
         records = []
         for run in newest:
             if run.path not in known:
+                self._reading = run.path
                 with contextlib.suppress(ClusterddpError, OSError, TypeError):
                     records.append((run, read_run(run)))
         announce(records)
         read = {}
         for run, record in records:
+            self._reading = run.path
             with contextlib.suppress(ClusterddpError, OSError, TypeError):
                 view = read_state(run, record=record)
                 read[run.path] = read_summary(run, record=record, view=view)
@@ -137,44 +169,66 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: DashServer
     server_version, sys_version = "clusterddp", ""
+    timeout = _REQUEST_WITHIN_S
+
+    def handle(self) -> None:
+        """Receive the request before anything of it is interpreted; the browser may go away at any time."""
+        try:
+            head = self._receive()
+        finally:
+            self.server.receiving.release()
+        with contextlib.suppress(OSError):
+            if len(head) > _MAX_REQUEST_BYTES:
+                self.wfile.write(b"HTTP/1.0 431 Request Header Fields Too Large\r\n\r\n")
+                return
+            self.rfile = io.BytesIO(head)
+            super().handle()
+
+    def _receive(self) -> bytes:
+        """Receive the head of a request; empty: it did not come in time."""
+        head, deadline = b"", time.monotonic() + _REQUEST_WITHIN_S
+        with contextlib.suppress(OSError):
+            while b"\r\n\r\n" not in head and len(head) <= _MAX_REQUEST_BYTES:
+                self.connection.settimeout(max(0.001, deadline - time.monotonic()))
+                if not (data := self.connection.recv(4096)):
+                    break
+                head += data
+            self.connection.settimeout(self.timeout)
+            return head
+        return b""
 
     def do_GET(self) -> None:
-        url = urlsplit(self.path)
-        query = parse_qs(url.query)
+        from clusterddp.cli.page import pages
+
         host = re.sub(r":\d+$", "", self.headers.get("Host", ""))
+        key = self.headers.get(_KEY)
         if host not in _HOSTS:  # a page of another site that has its own name lead here
             self._refuse(HTTPStatus.FORBIDDEN, "this server answers to 127.0.0.1 and localhost only")
-        elif "key" in query and hmac.compare_digest(query["key"][0].encode(), self.server.key.encode()):
-            self._admit()
-        elif not self._has_key():
-            self._refuse(HTTPStatus.FORBIDDEN, "open the address that clusterddp dash has printed: it has the key")
+        elif key is None:  # its script asks again, with the key
+            self._send(pages.draw_empty(), "text/html; charset=utf-8")
+        elif not hmac.compare_digest(key.encode(), self.server.key.encode()):
+            self._refuse(HTTPStatus.FORBIDDEN, "another key: open the address that clusterddp dash has printed")
         else:
-            self._answer(url.path, query)
+            self._answer()
 
     def log_message(self, *arguments: Any) -> None:
         """Log nothing: the terminal is the user's."""
 
-    def _has_key(self) -> bool:
-        cookies = dict(part.strip().partition("=")[::2] for part in self.headers.get("Cookie", "").split(";"))
-        return hmac.compare_digest(cookies.get(_COOKIE, "").encode(), self.server.key.encode())
-
-    def _admit(self) -> None:
-        """Keep the key in a cookie, so that it stands in no link and in no history."""
-        self.send_response(HTTPStatus.SEE_OTHER)
-        self.send_header("Location", "/")
-        self.send_header("Set-Cookie", f"{_COOKIE}={self.server.key}; HttpOnly; SameSite=Strict; Path=/")
-        self.send_header("Content-Length", "0")
-        self.end_headers()
-
-    def _answer(self, path: str, query: Mapping[str, list[str]]) -> None:
+    def _answer(self) -> None:
         try:
+            url = urlsplit(self.path)
+            path, query = url.path, parse_qs(url.query)
             if path == "/bytes":
                 self._send(json.dumps(self._read_log(query)), "application/json")
             elif page := self._page(path, query):
                 self._send(page, "text/html; charset=utf-8")
             else:
                 self._refuse(HTTPStatus.NOT_FOUND, f"no such page: {path}")
-        except (ClusterddpError, OSError, ValueError, KeyError) as error:
+        except ConnectionError:
+            raise
+        except TimeoutError as error:
+            self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; does its storage answer?")
+        except Exception as error:  # of one run; the server goes on for all others
             message = error.message if isinstance(error, ClusterddpError) else str(error)
             self._refuse(HTTPStatus.NOT_FOUND, message)
 
@@ -244,6 +298,7 @@ class _Handler(BaseHTTPRequestHandler):
             ("Content-Length", str(length)),
             ("ETag", tag),
             ("Cache-Control", "no-cache"),
+            ("Vary", _KEY),
             ("X-Content-Type-Options", "nosniff"),
             ("X-Frame-Options", "DENY"),
             ("Referrer-Policy", "no-referrer"),

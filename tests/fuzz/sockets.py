@@ -1,7 +1,8 @@
-"""What the fuzzer mutates between supervisors, ranks and machines: conversations, over a stand-in for a socket."""
+"""What the fuzzer mutates between processes: conversations, over a stand-in for a socket, and requests to dash."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import io
 import os
@@ -18,6 +19,7 @@ from clusterddp.network.rendezvous.connection import VERSION, Connection, Protoc
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity
 from tests.fuzz.mutations import TOKEN, Example, Target
+from tests.support.handmade_runs import make_run, start_attempt
 
 
 class Wire:
@@ -62,9 +64,10 @@ def connection_with(data: bytes, protocol: Protocol, role: Role) -> Connection:
     return connection
 
 
-def said_over_sockets() -> Iterator[Target]:
+def said_over_sockets(root: Path) -> Iterator[Target]:
     yield _link()
     yield from _meeting()
+    yield _dash(root / "served")
 
 
 def _link() -> Target:
@@ -87,6 +90,42 @@ def _link() -> Target:
     hello = {"clusterddp": "supervisor", "version": VERSION, "nonce": "a" * 32}
     examples = [Example(value=each, what=True) for each in said] + [Example(value=hello, what=False)]
     return Target(name="the link of supervisors", examples=examples, read=read)
+
+
+def _dash(runs_dir: Path) -> Target:
+    from clusterddp.cli.dash import DashServer
+
+    attempt = start_attempt(make_run(runs_dir, "brisk-otter-3"))
+    attempt.stdout(0).write_text("a line of the run\n")
+    server = DashServer(runs_dir, port=0, environ={})
+
+    def read(has_key: bool, data: bytes, rng: random.Random) -> None:
+        ours, theirs = socket.socketpair()
+        said = io.StringIO()
+        with ours, contextlib.redirect_stderr(said):
+            ours.sendall(data[:100_000])
+            ours.shutdown(socket.SHUT_WR)
+            server.receiving.acquire()
+            server.process_request_thread(theirs, ("127.0.0.1", 1))
+            answer = b""
+            with contextlib.suppress(ConnectionError):  # more was sent than is read
+                while chunk := ours.recv(1 << 16):
+                    answer += chunk
+        if said.getvalue():
+            raise AssertionError(said.getvalue())
+        if not has_key and (b"a line of the run" in answer or b"<table" in answer):
+            raise AssertionError("a request without the key has read a run")
+
+    paths = ("/", "/run?run=brisk-otter-3", "/compare?run=brisk-otter-3", "/bytes?run=brisk-otter-3&rank=0&offset=2")
+    key = {True: f"X-Clusterddp-Key: {server.key}\r\n", False: "Cookie: a=1\r\n"}
+    examples = [
+        Example(
+            value=f"GET {path} HTTP/1.1\r\nHost: localhost:8271\r\n{key[has_key]}If-None-Match: x\r\n\r\n", what=has_key
+        )
+        for path in paths
+        for has_key in (True, False)
+    ]
+    return Target(name="requests to dash", examples=examples, read=read)
 
 
 def _meeting() -> Iterator[Target]:

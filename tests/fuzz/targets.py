@@ -19,7 +19,7 @@ def make_targets(root: Path) -> list[Target]:
         answers(),
         mirrored(root),
         requests(root),
-        *said_over_sockets(),
+        *said_over_sockets(root),
         printed_by_ranks(),
         *printed_by_slurm(),
         *printed_by_ssh(root),

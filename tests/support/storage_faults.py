@@ -81,6 +81,22 @@ def shared_disk(rack: Rack, place: Path, *, at: Path | None = None, hosts: Seque
 
 
 @contextlib.contextmanager
+def hung(place: Path) -> Iterator[None]:
+    """Let a directory be a mount that does not answer: what asks it waits until the end, and gets an error then."""
+    if os.geteuid() != 0 or not os.access("/dev/fuse", os.W_OK):
+        pytest.skip("mounting needs root and /dev/fuse")
+    device = os.open("/dev/fuse", os.O_RDWR | os.O_CLOEXEC)
+    options = f"fd={device},rootmode=40000,user_id=0,group_id=0"
+    try:
+        argv = ["mount", "-i", "-t", "fuse", "-o", options, "hung", str(place)]
+        subprocess.run(argv, check=True, pass_fds=[device], env={"PATH": _SBIN})
+        yield
+    finally:
+        os.close(device)
+        _try("umount", "-l", str(place))
+
+
+@contextlib.contextmanager
 def away(place: Path) -> Iterator[Path]:
     """Let a directory be at its place no more, as when its mount is gone; open files stay open. Yield where it is."""
     elsewhere = place.with_name(f"{place.name}.away")

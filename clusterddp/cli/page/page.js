@@ -1,5 +1,5 @@
 "use strict";
-// The page is whole without this: it adds a read-out to the charts, and lets runs be shown and hidden.
+// A page of `report` is whole without this: it adds a read-out to the charts, and lets runs be shown and hidden.
 const attach = () => {
 const number = value => String(Number(value.toPrecision(5)));
 for (const svg of document.querySelectorAll("svg[data-x]")) {
@@ -49,25 +49,39 @@ for (const box of document.querySelectorAll("input[data-run]")) {
 }
 };
 attach();
-// A page of `clusterddp dash` asks its server for itself every few seconds, and shows what has changed.
+// A page of `clusterddp dash` asks its server for itself, and every few seconds again, and shows what has changed.
+// The key comes behind the # of the printed address, which no browser sends; the tab keeps it for this origin only.
 if ("live" in document.documentElement.dataset) {
+  if (location.hash.length > 1) {
+    sessionStorage.setItem("key", location.hash.slice(1));
+    history.replaceState(null, "", location.pathname + location.search);
+  }
+  addEventListener("hashchange", () => location.reload());
+  const key = sessionStorage.getItem("key");
   let tag = null, offset = 0;
   const pause = () => new Promise(done => setTimeout(done, document.hidden ? 15000 : 3000));
-  const ask = async path => {
-    try { return await fetch(path, { headers: tag ? { "If-None-Match": tag } : {} }); } catch { return null; }
-  };
   const show = (kind, text) => {
     const line = document.querySelector("#live");
     if (line) { line.className = kind; line.textContent = text; }
   };
+  const ask = async path => {
+    const headers = { "X-Clusterddp-Key": key, ...(tag && { "If-None-Match": tag }) };
+    let answer = null, problem = "the dashboard does not answer; is it still running?";
+    try {
+      answer = await fetch(path, { headers });
+      problem = answer.ok || answer.status === 304 ? "" : await answer.text();
+    } catch { answer = null; }
+    show(problem ? "BAD" : "soft", problem);
+    return answer?.ok ? answer : null;
+  };
   const renew = async () => {
     const answer = await ask(location.href);
-    show(answer ? "soft" : "BAD", answer ? "" : "the dashboard does not answer; is it still running?");
-    if (!answer || answer.status !== 200) return;
+    if (!answer) return;
     tag = answer.headers.get("ETag");
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     const open = [...document.querySelectorAll("details")].map(part => part.open);
     const checked = new Set([...document.querySelectorAll("form input:checked")].map(box => box.value));
+    document.title = fresh.title;
     document.querySelector("main").replaceWith(fresh.querySelector("main"));
     document.querySelectorAll("details").forEach((part, at) => { if (open[at]) part.open = true; });
     document.querySelectorAll("form input").forEach(box => { if (checked.has(box.value)) box.checked = true; });
@@ -75,7 +89,7 @@ if ("live" in document.documentElement.dataset) {
   };
   const follow = async (log, path) => {
     const answer = await ask(`${path}&offset=${offset}`);
-    if (!answer || !answer.ok) return;
+    if (!answer) return;
     const news = await answer.json();
     if (news.offset < offset) log.textContent = "";
     const atEnd = log.scrollTop + log.clientHeight >= log.scrollHeight - 4;
@@ -84,11 +98,13 @@ if ("live" in document.documentElement.dataset) {
     if (log.textContent.length > 400000) log.textContent = log.textContent.slice(-200000);
     if (atEnd) log.scrollTop = log.scrollHeight;
   };
+  const find = () => document.querySelector("pre[data-log]");
   (async () => {
-    const log = document.querySelector("pre[data-log]");
-    for (;;) {
-      if (log) await follow(log, log.dataset.log); else await renew();
+    while (key) {
+      if (!find()) await renew();
+      if (find()) await follow(find(), find().dataset.log);
       await pause();
     }
+    show("BAD", "open the address that clusterddp dash has printed, in this tab: it has the key");
   })();
 }

@@ -96,6 +96,11 @@ def draw_runs(summaries: Sequence[RunSummary], *, total: int, directory: str, no
     return _live("clusterddp", el("h1", "Runs"), el("p", directory, class_="soft"), form)
 
 
+def draw_empty() -> str:
+    """Draw the page that everybody gets: its script has the key, or says where it is."""
+    return _live("clusterddp", el("noscript", "This page needs JavaScript, which sends the key to the dashboard."))
+
+
 def draw_run(report: RunReport, *, ranks: Sequence[int]) -> str:
     """Draw the report of one run, with links to the logs of its ranks."""
     links = [el("a", f"rank {rank}", href=_link("/log", run=report.status.run, rank=rank)) for rank in ranks]

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import struct
+import threading
 import zlib
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 
 import pytest
@@ -166,9 +168,9 @@ def shows(page: Page, words: str) -> bool:
 
 
 def test_the_dashboard_compares_by_clicks_and_shows_what_is_new(page: Page, dash: DashServer, tmp_path: Path) -> None:
-    page.open(address(dash, f"/?key={dash.key}"))
+    page.open(address(dash, f"/#{dash.key}"))
     assert page.evaluate("location.href") == address(dash)
-    assert shows(page, "brisk-otter-3")
+    wait_until(lambda: shows(page, "brisk-otter-3"))
     new = make_run(tmp_path / "runs", "new-fox-9")
     wait_until(lambda: shows(page, "new-fox-9"))
     for name in ("brisk-otter-3", "calm-heron-4"):
@@ -187,7 +189,7 @@ def test_the_dashboard_compares_by_clicks_and_shows_what_is_new(page: Page, dash
 def test_the_dashboard_follows_a_log(page: Page, dash: DashServer, tmp_path: Path) -> None:
     attempt = start_attempt(make_run(tmp_path / "runs", "new-fox-9"))
     attempt.stdout(1).write_text("first line\n")
-    page.open(address(dash, f"/?key={dash.key}"))
+    page.open(address(dash, f"/#{dash.key}"))
     page.open(address(dash, "/log?run=new-fox-9&rank=1"))
     wait_until(lambda: shows(page, "first line"))
     with open(attempt.stdout(1), "a") as file:
@@ -195,3 +197,52 @@ def test_the_dashboard_follows_a_log(page: Page, dash: DashServer, tmp_path: Pat
     wait_until(lambda: shows(page, "<img src=x onerror=alert(1)>"))
     assert page.complaints() == []
     assert page.evaluate("document.querySelectorAll('img').length") == 0
+
+
+def test_links_reload_and_the_way_back_need_no_new_key(page: Page, dash: DashServer) -> None:
+    page.open(address(dash, f"/#{dash.key}"))
+    wait_until(lambda: shows(page, "calm-heron-4"))
+    page.click("a[href='/run?run=brisk-otter-3']")
+    wait_until(lambda: shows(page, "Made of") and not shows(page, "calm-heron-4"))
+    assert page.evaluate("document.title") == "brisk-otter-3 - clusterddp"
+    page.ask("Page.reload")
+    wait_until(lambda: shows(page, "Made of"))
+    page.evaluate("history.back()")
+    wait_until(lambda: shows(page, "calm-heron-4"))
+    assert dash.key not in str(page.evaluate("document.documentElement.outerHTML + location.href + document.cookie"))
+    assert page.complaints() == []
+
+
+def test_a_tab_without_the_key_says_where_it_is(page: Page, dash: DashServer) -> None:
+    page.open(address(dash))
+    wait_until(lambda: shows(page, "open the address that clusterddp dash has printed, in this tab"))
+    assert not shows(page, "brisk-otter-3")
+    page.evaluate(f"location.hash = {dash.key!r}")  # the printed address, in the same tab
+    wait_until(lambda: shows(page, "brisk-otter-3"))
+    page.evaluate("location.hash = 'of-an-earlier-dashboard'")
+    wait_until(lambda: shows(page, "another key"))
+
+
+def test_a_server_at_another_port_is_sent_no_key(page: Page, dash: DashServer) -> None:
+    page.open(address(dash, f"/#{dash.key}"))
+    wait_until(lambda: shows(page, "brisk-otter-3"))
+    heard: list[str] = []
+
+    class Neighbour(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            heard.append(f"{self.path}\n{self.headers}")
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(b"<body>of another user")
+
+        def log_message(self, *arguments: object) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Neighbour) as neighbour:
+        threading.Thread(target=neighbour.serve_forever, daemon=True).start()
+        page.open(f"http://127.0.0.1:{neighbour.server_address[1]}/")
+        assert shows(page, "of another user")
+        kept = page.evaluate("JSON.stringify([{...sessionStorage}, {...localStorage}, document.cookie])")
+        neighbour.shutdown()
+    assert heard
+    assert dash.key not in "".join(heard) + str(kept)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import html
 import http.client
 import json
+import socket
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,6 +18,8 @@ from clusterddp.cli.dash import DashServer
 from clusterddp.errors import ClusterddpError
 from tests.support.browser import dashboard
 from tests.support.handmade_runs import complete, make_run, start_attempt, train
+from tests.support.storage_faults import hung
+from tests.support.waiting import wait_until
 
 
 @pytest.fixture
@@ -28,9 +34,9 @@ class Answer:
 
     def __init__(self, server: DashServer, path: str, *, key: bool = True, method: str = "GET", **headers: str) -> None:
         connection = http.client.HTTPConnection("127.0.0.1", server.server_address[1], timeout=20)
-        cookie = {"Cookie": f"other=1; clusterddp_dash={server.key}"} if key else {}
+        own = {"X-Clusterddp-Key": server.key} if key else {}
         names = {name.replace("_", "-"): value for name, value in headers.items()}
-        connection.request(method, path, headers=cookie | names)
+        connection.request(method, path, headers=own | names)
         response = connection.getresponse()
         self.status, self.headers, self.text = response.status, response.headers, response.read().decode()
         connection.close()
@@ -41,15 +47,22 @@ class Answer:
 
 
 def test_without_the_key_nothing_is_read(server: DashServer) -> None:
-    for path in ("/", "/run?run=x", "/bytes?run=x&rank=0", "/?key=wrong", "/nowhere"):
-        assert Answer(server, path, key=False).status == 403
-    assert Answer(server, "/", key=False, Cookie="clusterddp_dash=").status == 403
+    make_run(server.runs_dir, "brisk-otter-3")
+    empty = Answer(server, "/nowhere", key=False).text
+    assert "open the address that clusterddp dash has printed" in html.unescape(empty)
+    for path in ("/", "/run?run=brisk-otter-3", "/bytes?run=brisk-otter-3&rank=0", f"/?key={server.key}"):
+        assert Answer(server, path, key=False).text == empty
+        assert Answer(server, path, key=False, Cookie=f"clusterddp_dash={server.key}").text == empty
+        assert Answer(server, path, key=False, X_Clusterddp_Key="wrong").status == 403
+        assert Answer(server, path, key=False, X_Clusterddp_Key="").status == 403
 
 
-def test_the_printed_address_gives_a_cookie_and_leads_to_an_address_without_the_key(server: DashServer) -> None:
-    answer = Answer(server, f"/?key={server.key}", key=False)
-    assert (answer.status, answer.headers["Location"]) == (303, "/")
-    assert answer.headers["Set-Cookie"] == f"clusterddp_dash={server.key}; HttpOnly; SameSite=Strict; Path=/"
+def test_no_answer_has_the_key_or_a_cookie(server: DashServer) -> None:
+    for key in (True, False):
+        answer = Answer(server, "/", key=key)
+        assert "Set-Cookie" not in answer.headers
+        assert server.key not in answer.text
+        assert answer.headers["Vary"] == "X-Clusterddp-Key"
 
 
 @pytest.mark.parametrize(
@@ -115,3 +128,71 @@ def test_the_list_follows_a_run_that_ends_and_one_that_is_resumed(
         assert "COMPLETED" in Answer(server, "/").main
     start_attempt(run, 1)
     assert "RUNNING" in Answer(server, "/").main
+
+
+def connect(server: DashServer) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", server.server_address[1]), timeout=20)
+
+
+def test_a_stranger_who_says_little_holds_few_connections_and_for_seconds_only(server: DashServer) -> None:
+    before = threading.active_count()
+    strangers = [connect(server) for _ in range(60)]
+    begun = time.monotonic()
+    try:
+        for sock in strangers[:40]:
+            sock.sendall(b"GET / HTTP/1.1\r\n")
+        while time.monotonic() < begun + 3:
+            strangers[0].sendall(b"A")  # a byte now and then makes it no longer
+            time.sleep(0.1)
+        assert threading.active_count() - before <= 32
+        assert strangers[0].recv(1) == b""
+        assert time.monotonic() < begun + 8
+        assert Answer(server, "/").status == 200
+    finally:
+        for sock in strangers:
+            sock.close()
+
+
+def test_headers_are_bounded_before_the_key_is_asked_for(server: DashServer) -> None:
+    with connect(server) as sock:
+        sock.sendall(b"GET / HTTP/1.1\r\n")
+        with contextlib.suppress(OSError):
+            for _ in range(100):
+                sock.sendall(b"A: " + b"x" * 60_000 + b"\r\n")
+            pytest.fail("6 MB were read")
+    assert Answer(server, "/", Cookie="of-another-port=" + "x" * 8000).status == 200
+    assert Answer(server, "/", Cookie="of-another-port=" + "x" * 40_000).status == 431
+
+
+def test_a_run_whose_storage_hangs_is_named_and_holds_no_page_of_another_run(
+    server: DashServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("clusterddp.cli.dash._LIST_WITHIN_S", 0.2)
+    for name in ("calm-fox-1", "brisk-otter-3"):
+        start_attempt(make_run(server.runs_dir, name))
+    with hung(server.runs_dir / "brisk-otter-3" / "attempts"):
+        answers: list[Answer] = []
+        for _ in range(2):
+            threading.Thread(target=lambda: answers.append(Answer(server, "/")), daemon=True).start()
+        wait_until(lambda: answers)
+        assert answers[0].status == 503
+        assert "brisk-otter-3" in answers[0].text
+        assert Answer(server, "/run?run=calm-fox-1").status == 200
+    wait_until(lambda: len(answers) == 2)
+    assert Answer(server, "/").status == 200
+
+
+def test_no_request_writes_to_the_terminal(server: DashServer, capfd: pytest.CaptureFixture[str]) -> None:
+    start_attempt(make_run(server.runs_dir, "brisk-otter-3"))
+    for path in (
+        "/bytes?run=brisk-otter-3&rank=" + "9" * 5000,
+        "//[",
+        "/run?run=%00",
+        "/bytes?run=brisk-otter-3&rank=-1",
+    ):
+        assert Answer(server, path).status in {200, 404}
+        assert Answer(server, path, key=False).status == 200
+    with connect(server) as sock:  # gone before the answer
+        sock.sendall(f"GET /bytes?run=x HTTP/1.0\r\nHost: localhost\r\nX-Clusterddp-Key: {server.key}\r\n\r\n".encode())
+    assert Answer(server, "/").status == 200
+    assert capfd.readouterr().err == ""
