@@ -179,7 +179,8 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
             "~train or ~entry on the command line drops one of them",
         )
     if job.entry is not None:
-        yield from entry_conflicts(job.entry)
+        in_step = job.launcher == "slurm" and job.container is None
+        yield from entry_conflicts(job.entry, world_size=job.resources.world_size, in_step=in_step)
     if job.train is not None:
         yield from _train_conflicts(job.train, job)
     yield from _machine_conflicts(job)

@@ -145,3 +145,83 @@ def test_a_runs_directory_that_no_address_can_hold_is_refused(tmp_path: Path) ->
     (tmp_path / "a#b").mkdir()
     with pytest.raises(UsageError, match="which ends a path in a file:// address"):
         plan_text("name: a\nentry: {command: ls}\nnetwork: {init: file}\n", tmp_path / "a#b")
+
+
+FOUR_RANKS = "resources: {nodes: 2, procs_per_node: 2}"
+
+
+@pytest.mark.parametrize(
+    ("entry", "name"),
+    [
+        ("{command: torchrun --nproc-per-node 2 train.py}", "torchrun"),
+        ("{command: [/opt/env/bin/torchrun, train.py]}", "torchrun"),
+        ("{command: [mpirun, -n, 4, python, train.py]}", "mpirun"),
+        ("{command: mpiexec python train.py}", "mpiexec"),
+        ("{command: accelerate launch train.py}", "accelerate launch"),
+        ("{command: deepspeed train.py}", "deepspeed"),
+        ("{command: uv run --frozen torchrun train.py}", "torchrun"),
+        ("{command: python3 -m torch.distributed.run train.py}", "torch.distributed.run"),
+        ("{command: 'bash -c \"cd src; torchrun train.py\"'}", "torchrun"),
+        ("{command: 'cd src && exec torchrun train.py', shell: true}", "torchrun"),
+        ('{command: "ulimit -c 0 # more\\nA=1 env B=2 \\\\\\n torchrun train.py", shell: true}', "torchrun"),
+        ("{command: 'if true; then srun python train.py; fi', shell: true}", "srun"),
+    ],
+)
+def test_a_launcher_in_each_rank_is_refused_with_its_name(entry: str, name: str) -> None:
+    found = problems(entry, FOUR_RANKS)
+    assert found == [("entry.command", f"each of the 4 ranks would start {name}, which starts ranks itself")]
+
+
+@pytest.mark.parametrize(
+    ("entry", "more"),
+    [
+        ("{command: torchrun train.py, owns_ranks: true}", FOUR_RANKS),
+        ("{command: torchrun --nproc-per-node 2 train.py}", ""),
+        ("{command: python torchrun.py torchrun}", FOUR_RANKS),
+        ("{command: accelerate env}", FOUR_RANKS),
+        ("{command: 'echo torchrun', shell: true}", FOUR_RANKS),
+        ("{command: 'echo \"a; torchrun b\" && python train.py # srun', shell: true}", FOUR_RANKS),
+        ('{command: "cat <<E\\nsrun is no command here\\nE", shell: true}', FOUR_RANKS),
+        ("{command: srun --overlap nvidia-smi, owns_ranks: true}", f"launcher: slurm\n{FOUR_RANKS}"),
+        ("{command: srun python train.py}", "launcher: local"),
+    ],
+)
+def test_a_launcher_where_it_can_work_is_accepted(entry: str, more: str) -> None:
+    assert load(entry, more).entry is not None
+
+
+@pytest.mark.parametrize("entry", ["{command: srun python train.py}", "{command: srun ls, owns_ranks: true}"])
+def test_srun_within_a_step_of_slurm_is_refused(entry: str) -> None:
+    message = "srun in a rank waits until the time limit: the ranks have all cores of the job"
+    assert problems(entry, "launcher: slurm") == [("entry.command", message)]
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        ("module load cuda && exec python train.py", "module"),
+        ("ml cuda; python train.py", "ml"),
+        ("set -e; conda activate torch; python train.py", "conda activate"),
+        ("spack load cuda && python train.py", "spack load"),
+    ],
+)
+def test_a_function_of_a_login_shell_is_refused_in_a_job(text: str, name: str) -> None:
+    found = problems(f"{{command: '{text}', shell: true}}", "launcher: slurm")
+    assert found == [
+        ("entry.command", f"the /bin/sh of a rank does not know {name}: it reads no file of a login shell")
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "more"),
+    [
+        (". /etc/profile.d/modules.sh && module load cuda && exec python train.py", "launcher: slurm"),
+        ('eval "$(conda shell.posix hook)" && conda activate torch', "launcher: slurm"),
+        ("module load cuda && exec python train.py", "launcher: local"),
+        ('bash -lc "module load cuda; exec python train.py"', "launcher: slurm"),
+        ("conda run -n torch python train.py", "launcher: slurm"),
+        ("module load cuda", "launcher: slurm\ncontainer: {image: a.sif, runtime: apptainer}"),
+    ],
+)
+def test_a_function_of_a_shell_that_may_be_there_is_accepted(text: str, more: str) -> None:
+    assert load(f"{{command: '{text}', shell: true}}", more).entry is not None
