@@ -227,6 +227,9 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         message = message[:1].lower() + message[1:].rstrip(".")
         say_error(message, hint=_usage_hint(error, context) if context else None)
         return error.exit_code
+    if isinstance(error, OSError) and not str(error.filename or "").startswith("/") and _is_directory_gone():
+        say_error("the working directory is gone: it was removed, or its file system is away", hint="cd to another one")
+        return 1
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         say_error(f"{where}{error.strerror}", hint="--debug shows where")
@@ -236,6 +239,14 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         hint="a bug of clusterddp; CLUSTERDDP_DEBUG=1 shows the traceback for a report",
     )
     return 1
+
+
+def _is_directory_gone() -> bool:
+    try:
+        os.getcwd()  # noqa: PTH109
+    except OSError:
+        return True
+    return False
 
 
 def _usage_hint(error: click.ClickException, context: click.Context) -> str:

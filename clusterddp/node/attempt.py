@@ -48,8 +48,12 @@ _CASCADE = re.compile(
 )
 _LINES = 20
 _HEAD = "Traceback (most recent call last):"
+_HYDRA = "Set the environment variable HYDRA_FULL_ERROR=1"
 _TORCHRUNS = "ChildFailedError"
-"""torchrun's own exception, which reports that a rank had one; the rank's is printed before it."""
+_REPORTS = re.compile(rf"torch\.distributed\.elastic\S*{_TORCHRUNS}|subprocess\.CalledProcessError: |{_HYDRA}")
+"""The last words of torchrun, accelerate and Hydra: that there was an exception, which is printed before them."""
+_AFTERWARDS = re.compile(r"^wandb: |resource_tracker|^ *warnings\.warn\(|\bdestroy_process_group\(\) was not called")
+"""What is printed when a process exits, whatever it failed of."""
 
 SETTLE_S = 0.5
 """How long a connection loss waits for the failure that may be its cause."""
@@ -330,12 +334,18 @@ def find_last_line(text: str) -> tuple[str, str] | None:
     None where the output is empty.
     """
     lines = [line for line in text.splitlines() if re.search(r"\w", line)]
+    lines = [line for line in lines if not _AFTERWARDS.search(line)] or lines
     if not lines:
         return None
-    if any(line.startswith("torch.distributed.elastic") and _TORCHRUNS in line for line in lines):
-        tracebacks = [block for block in _tracebacks(text.splitlines()) if _TORCHRUNS not in block[-1]]
+    if _REPORTS.match(lines[-1]) or any(_TORCHRUNS in line and _REPORTS.match(line) for line in lines):
+        tracebacks = [block for block in _tracebacks(text.splitlines()) if not _REPORTS.match(block[-1])]
         if tracebacks:
             return tracebacks[-1][-1].strip(), "\n".join(tracebacks[-1])
+    if lines[-1].startswith(_HYDRA) and (
+        said := text.partition(_HYDRA)[0].strip()
+    ):  # a wrong override has no traceback
+        last_words = said.rpartition("\n\n")[2]
+        return last_words.splitlines()[0], last_words
     return lines[-1].strip(), "\n".join(text.splitlines()[-_LINES:])
 
 

@@ -37,6 +37,8 @@ _FOLDED_TURN_BYTES = PIECE_BYTES
 """Of each log, when several are compared."""
 _LOOK_EVERY_S = 0.1
 """How often it is looked when a log was changed, while lines of it are read."""
+_LINE_END = re.compile(rb"\n|\r(?!\n)")
+"""As `bytes.splitlines` ends lines: progress bars write no other end than \\r for minutes."""
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _NO_TIME = "-".ljust(20)
 _WINDOW_BYTES = 64 * 1024
@@ -539,14 +541,11 @@ def position_of_last_lines(path: Path, count: int) -> int:
             size = file.seek(0, os.SEEK_END)
             if count <= 0:
                 return size
-            for position, block in _blocks_before(file, size):
-                end = len(block)
-                if position + end == size and block.endswith(b"\n"):
-                    end -= 1  # this one ends the last line, it begins none
-                while (end := block.rfind(b"\n", 0, end)) >= 0:
-                    count -= 1
-                    if count == 0:
-                        return position + end + 1
+            for ends in _line_ends_before(file, size):
+                begins = [end for end in ends if end < size]  # the last line's end begins none
+                if count <= len(begins):
+                    return begins[-count]
+                count -= len(begins)
     except FileNotFoundError:
         pass
     return 0
@@ -556,21 +555,21 @@ def _position_of_line(path: Path, offset: int) -> int:
     """Find where the line begins that has the byte at `offset`; the end of a file that is shorter."""
     try:
         with open(path, "rb") as file:
-            for position, block in _blocks_before(file, min(offset, file.seek(0, os.SEEK_END))):
-                if (end := max(block.rfind(b"\n"), block.rfind(b"\r"))) >= 0:
-                    return position + end + 1
+            for ends in _line_ends_before(file, min(offset, file.seek(0, os.SEEK_END))):
+                if ends:
+                    return ends[-1]
     except FileNotFoundError:
         pass
     return 0
 
 
-def _blocks_before(file: BinaryIO, position: int) -> Iterator[tuple[int, bytes]]:
-    """Yield what is before a position of a file, backwards, in blocks, each with the position where it begins."""
+def _line_ends_before(file: BinaryIO, position: int) -> Iterator[list[int]]:
+    """Yield where lines end before a position of a file: block after block backwards, in each in their order."""
     while position > 0:
-        block_bytes = min(PIECE_BYTES, position)
-        position -= block_bytes
+        until, position = position, max(0, position - PIECE_BYTES)
         file.seek(position)
-        yield position, file.read(block_bytes)
+        block = file.read(until + 1 - position)  # with the byte after it: \r and \n are one end
+        yield [end for match in _LINE_END.finditer(block) if (end := position + match.end()) <= until]
 
 
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:

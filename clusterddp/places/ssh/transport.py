@@ -106,7 +106,7 @@ def open_channel(transport: paramiko.Transport, destination: Destination) -> par
         return transport.open_session(timeout=_CHANNEL_TIMEOUT_S)
     except (paramiko.SSHException, EOFError, OSError) as error:
         found = f"{destination.address} opens no session ({_text(error)})"
-        hint = "is the host overloaded? MaxSessions of its sshd"
+        hint = "is the host overloaded? MaxSessions of its sshd may be 0, as on a host that only forwards connections"
         raise SshError(destination.host, "connect", found, hint=hint) from error
 
 
@@ -121,7 +121,7 @@ def execute(transport: paramiko.Transport, destination: Destination, command: st
         channel.exec_command(command)
     except (paramiko.SSHException, EOFError, OSError) as error:
         channel.close()
-        found = f"{destination.address} runs no command ({' '.join(str(error).split()) or 'no answer'})"
+        found = f"{destination.address} runs no command ({_text(error)})"
         raise SshError(destination.host, "start", found, hint="a forced command, or a login shell?") from error
     return channel
 
@@ -188,6 +188,8 @@ def _no_handshake(transport: Transport, destination: Destination, error: Excepti
 
 
 def _text(error: BaseException) -> str:
+    if isinstance(error, ChannelException):  # its own text is the name of the class and a number
+        return error.text
     return " ".join(str(error).split()) or type(error).__name__
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import pytest
 
 from clusterddp.run.directory import RunDir
 from tests.support.slurm_person import SlurmPerson
-from tests.support.ssh_place import SshPlace
+from tests.support.ssh_person import own_ssh_dir
+from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.support.typist import typing_into
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
@@ -92,6 +94,22 @@ def test_over_ssh_a_command_runs_on_the_ranks_host_and_ends_with_the_run(ssh_pla
     ssh_place.clusterddp("cancel", run.name)
     assert beside.wait(60) != 0
     ssh_place.await_gone(ssh_place.record(run).token)
+
+
+def test_over_ssh_a_host_that_opens_one_session_per_connection_is_used_all_the_same(rack: Rack) -> None:
+    with ssh_place_on(rack) as place, own_ssh_dir(rack) as person, person.sshd("node2", "MaxSessions=1") as sshd:
+        person.configure(f"Host node2\n  Port {sshd.port}\n  ControlMaster auto\n  ControlPath ~/.ssh/%C\n")
+        key = f"[node2]:{sshd.port} {person.host_key('node2')}\n"
+        person.known_hosts.write_text(person.known_hosts.read_text() + key)
+        assert person.check("node2").exit_code == 0
+        run = start_run(place, OVER_SSH.replace("/opt/bare/bin/python", sys.executable))
+        beside = place.start("exec", run.name, "--rank", "2", "--", "sleep", "600")  # it is the ControlMaster
+        wait_until(lambda: [each.host for each in place.all_processes() if each.role == "x1"] == ["node2"])
+        check_command(place, run)
+        assert place.clusterddp("logs", run.name, "--rank", "3").stdout == "\n"
+        place.clusterddp("cancel", run.name)
+        beside.wait(60)
+        place.await_gone(place.record(run).token)
 
 
 def test_on_slurm_a_command_runs_in_the_job_and_does_not_keep_it(rack: Rack) -> None:

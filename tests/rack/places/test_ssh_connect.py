@@ -118,6 +118,14 @@ def test_a_host_that_also_requires_a_password_is_reported(person):
     assert row["found"] == "the host accepts root with a key and password only"
 
 
+def test_a_host_that_opens_no_session_is_reported_in_plain_words(person):
+    with person.sshd("node1", "MaxSessions=0") as sshd:
+        person.configure(f"Host node1\n  Port {sshd.port}\n")
+        row = person.check("node1").hosts["node1"]
+        assert (row["phase"], row["found"]) == ("connect", f"node1:{sshd.port} opens no session (Connect failed)")
+        assert "MaxSessions" in row["fix"]
+
+
 def test_a_circle_of_jumps_is_reported(person):
     person.configure("Host a\n  ProxyJump b\nHost b\n  ProxyJump a\n")
     assert person.check("a").hosts["a"]["phase"] == "resolve"

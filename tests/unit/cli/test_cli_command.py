@@ -179,6 +179,19 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (141, b"")
 
 
+@pytest.mark.parametrize("words", [["list"], ["status"], ["submit", "job.yaml"]])
+def test_a_working_directory_that_is_gone_is_named(words: list[str], tmp_path: Path) -> None:
+    (tmp_path / "gone").mkdir()
+    program = f"import os, sys; os.rmdir('../gone'); from clusterddp.cli.main import main; sys.exit(main({words}))"
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path / "gone", capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 1
+    assert done.stderr == (
+        "error: the working directory is gone: it was removed, or its file system is away\nhint: cd to another one\n"
+    )
+
+
 def test_a_full_disk_under_stdout_is_reported(tmp_path: Path) -> None:
     make_run(tmp_path)
     with open("/dev/full", "w") as full:

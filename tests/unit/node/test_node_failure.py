@@ -92,6 +92,64 @@ def test_an_abort_after_a_watchdog_message_is_a_cascade_and_any_other_is_certain
     assert read_rank_end(attempt, 1, -6, host="a", on_order=False).weight == CASCADE
 
 
+HYDRA = "\nSet the environment variable HYDRA_FULL_ERROR=1 for a complete stack trace.\n"
+TRACEBACK = """Traceback (most recent call last):
+  File "/home/ana/app.py", line 3, in main
+    raise ValueError("the learning rate is negative")
+ValueError: the learning rate is negative
+"""
+CALLED = """Traceback (most recent call last):
+  File "/opt/venv/lib/python3.11/site-packages/accelerate/commands/launch.py", line 958, in simple_launcher
+    raise subprocess.CalledProcessError(returncode=process.returncode, cmd=cmd)
+subprocess.CalledProcessError: Command '['/opt/venv/bin/python', 'app.py']' returned non-zero exit status 1.
+"""
+OVERRIDE = """Could not override 'b'.
+To append to your config use +b=2
+Key 'b' is not in struct
+    full_key: b
+    object_type=dict
+"""
+LEAKED = """/opt/multiprocessing/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1 \
+leaked semaphore objects to clean up at shutdown
+  warnings.warn('resource_tracker: There appear to be %d '
+"""
+NO_DESTROY = (
+    "[rank0]:[W1127 05:10:11.1 ProcessGroupNCCL.cpp:1476] Warning: WARNING: destroy_process_group() was not called\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("stderr", "line"),
+    [
+        (f"Error executing job with overrides: []\n{TRACEBACK}{HYDRA}", "ValueError: the learning rate is negative"),
+        (f"starts\n\n{OVERRIDE}{HYDRA}", "Could not override 'b'."),
+        (TRACEBACK + CALLED, "ValueError: the learning rate is negative"),
+        (CALLED, CALLED.splitlines()[-1]),
+        (f"{TRACEBACK}wandb: \nwandb: Find logs at: wandb/run-1/logs\n", "ValueError: the learning rate is negative"),
+        (TRACEBACK + NO_DESTROY + LEAKED, "ValueError: the learning rate is negative"),
+        (f"{TRACEBACK}no such label: cat\n", "no such label: cat"),
+        (f"{TRACEBACK}{CALLED}tries without it\nno such label: cat\n", "no such label: cat"),
+        (HYDRA, HYDRA.strip()),
+    ],
+    ids=[
+        "hydra",
+        "hydra's override",
+        "accelerate",
+        "accelerate alone",
+        "wandb",
+        "warnings",
+        "its own",
+        "handled",
+        "only advice",
+    ],
+)
+def test_the_cause_is_what_failed_and_not_what_a_program_prints_after_it(tmp_path, stderr, line):
+    attempt = make_attempt(tmp_path)
+    attempt.stderr(1).write_text(stderr)
+    end = read_rank_end(attempt, 1, 1, host="a", on_order=False)
+    assert end.spell("rank 1") == f"rank 1 exited with code 1; the last line of its stderr: {line}"
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"message": null}', '{"message": {"message": 1, "extraInfo": 7}}', "\xff" * 9]
 )

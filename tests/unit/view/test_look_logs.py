@@ -109,13 +109,33 @@ def test_a_log_that_was_emptied_is_read_from_its_beginning(tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 9999])
-@pytest.mark.parametrize("end", [b"", b"\n"])
-def test_the_last_lines_are_found_from_the_end(tmp_path: Path, count: int, end: bytes) -> None:
+@pytest.mark.parametrize("end", [b"\n", b"\r", b"\r\n"])
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_the_last_lines_are_found_from_the_end(tmp_path: Path, count: int, end: bytes, is_finished: bool) -> None:
     path = tmp_path / "log"
     lines = [b"line %d " % number + b"x" * (number * 31 % 50_000) for number in range(20)]
-    path.write_bytes(b"\n".join(lines) + end)
-    expected = b"\n".join(lines[-count:] if count else []) + (end if count else b"")
+    last = end if is_finished else b""
+    path.write_bytes(end.join(lines) + last)
+    expected = end.join(lines[-count:] if count else []) + (last if count else b"")
     assert path.read_bytes()[position_of_last_lines(path, count) :] == expected
+
+
+@settings(deadline=None)
+@given(st.lists(st.sampled_from([b"a", b"\r", b"\n", b"b" * (PIECE_BYTES - 2)]), max_size=12), st.integers(1, 5))
+def test_the_last_lines_are_those_that_reading_ends_with(
+    tmp_path_factory: pytest.TempPathFactory, parts: list[bytes], count: int
+) -> None:
+    path = tmp_path_factory.mktemp("logs") / "log"
+    path.write_bytes(b"".join(parts))
+    expected = b"".join(path.read_bytes().splitlines(keepends=True)[-count:])
+    assert path.read_bytes()[position_of_last_lines(path, count) :] == expected
+
+
+def test_of_a_progress_bar_a_tail_is_its_last_pieces(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_bytes(b"".join(b"\r %d/50000" % number for number in range(50_000)))
+    last = [b" %d/50000\r" % number for number in range(49_995, 49_999)]
+    assert list(LogFile(path, tail_lines=5).read_all()) == [*last, b" 49999/50000"]
 
 
 def test_what_would_command_a_terminal_is_escaped() -> None:
