@@ -17,7 +17,7 @@ from docs_pictures import status_json
 from docs_text import cell, head, items, page
 
 from clusterddp.cli.main import WITHOUT_JSON
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import AttemptDir, Below, RunDir
 from clusterddp.run.record import RankEnd
 from clusterddp.run.state import RunState
 from clusterddp.run.sweep import SweepDir
@@ -94,18 +94,19 @@ def jq_examples() -> list[str]:
 
 
 def _files(place: RunDir | AttemptDir | SweepDir) -> list[str]:
-    """List what the properties and methods of a directory's class name, with what their docstrings say."""
+    """List the paths below a directory that its class has, with what their docstrings say."""
     rows = ["| file | has |", "|---|---|"]
+    arguments = {"rank": 3, "node_rank": 0, "tag": "TAG", "number": 0}
     for name, member in vars(type(place)).items():
-        target = member.fget if isinstance(member, property) else member
-        if name.startswith("_") or not inspect.isfunction(target) or target.__doc__ is None:
+        if name.startswith("_") or not member.__doc__:
             continue
-        if inspect.signature(target).return_annotation != "Path":
+        if isinstance(member, Below):
+            path = getattr(place, name)
+        elif inspect.isfunction(member) and inspect.signature(member).return_annotation == "Path":
+            path = member(place, *(arguments[each] for each in list(inspect.signature(member).parameters)[1:]))
+        else:
             continue
-        arguments = {"rank": 3, "node_rank": 0, "tag": "TAG", "number": 0}
-        values = [arguments[parameter] for parameter in list(inspect.signature(target).parameters)[1:]]
-        path = target(place, *values).relative_to(place.path)
-        rows.append(f"| `{path}` | {cell(inspect.cleandoc(target.__doc__).split(chr(10) * 2)[0])} |")
+        rows.append(f"| `{path.relative_to(place.path)}` | {cell(inspect.cleandoc(member.__doc__))} |")
     return rows
 
 

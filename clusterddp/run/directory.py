@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from clusterddp.errors import ClusterddpError
 
@@ -24,6 +25,17 @@ SWEEP_RECORD = "sweep.json"
 """A directory with this file is a sweep, which contains its runs (run/sweep.py)."""
 
 
+class Below:
+    """A file or a directory at the same place in each directory of a kind; `__doc__`: what it is."""
+
+    def __init__(self, path: str, doc: str) -> None:
+        self._path = path
+        self.__doc__ = doc
+
+    def __get__(self, directory: Any, kind: type) -> Path:
+        return Path(directory.path, self._path)
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptDir:
     """The files of one attempt: one start of the run's ranks."""
@@ -34,73 +46,35 @@ class AttemptDir:
     def number(self) -> int:
         return int(self.path.name)
 
-    @property
-    def start(self) -> Path:
-        """How the attempt began: ranks, master address and port, supervisors."""
-        return self.path / "start.json"
-
-    @property
-    def end(self) -> Path:
-        """How the attempt ended; the first process to write it is right."""
-        return self.path / "end.json"
-
-    @property
-    def stop_file(self) -> Path:
-        """A process that creates this file asks the ranks to checkpoint and end (the stop contract)."""
-        return self.path / "STOP"
-
-    @property
-    def stopped(self) -> Path:
-        """Written by the ranks' program when it ended because of a stop: how far it came."""
-        return self.path / "stopped.json"
-
-    @property
-    def stacks_request(self) -> Path:
-        """A process that creates this file asks where the ranks are; the head removes it (run/stacks.py)."""
-        return self.path / "STACKS"
-
-    @property
-    def stacks(self) -> Path:
-        """Where the ranks were, when a command asked or the run showed no progress: a report each."""
-        return self.path / "stacks"
-
-    @property
-    def usage(self) -> Path:
-        """What the ranks use, and how fast they are (run/rank_usage.py)."""
-        return self.path / "usage.json"
-
-    @property
-    def asked(self) -> Path:
-        """Made when the ranks' program first asks whether to stop: it takes part in the stop contract."""
-        return self.path / ASKED
-
-    @property
-    def claim(self) -> Path:
-        """The process or job that starts this attempt, if several could: on Slurm, and from the queue of a sweep."""
-        return self.path / "claim.json"
+    start = Below("start.json", "How the attempt began: ranks, master address and port, supervisors.")
+    end = Below("end.json", "How the attempt ended; the first process to write it is right.")
+    stop_file = Below(
+        "STOP", "A process that creates this file asks the ranks to checkpoint and end (the stop contract)."
+    )
+    stopped = Below("stopped.json", "Written by the ranks' program when it ended because of a stop: how far it came.")
+    stacks_request = Below(
+        "STACKS", "A process that creates this file asks where the ranks are; the head removes it (run/stacks.py)."
+    )
+    stacks = Below("stacks", "Where the ranks were, when a command asked or the run showed no progress: a report each.")
+    usage = Below("usage.json", "What the ranks use, and how fast they are (run/rank_usage.py).")
+    asked = Below(ASKED, "Made when the ranks' program first asks whether to stop: it takes part in the stop contract.")
+    claim = Below(
+        "claim.json",
+        "The process or job that starts this attempt, if several could: on Slurm, and from the queue of a sweep.",
+    )
 
     def is_claimed(self) -> bool:
         """Return whether the claim exists; it lists the directory, since NFS may answer for one file from its cache."""
         return self.claim.name in os.listdir(self.path)
 
-    @property
-    def ranks(self) -> Path:
-        """One record for each rank: host, pid, start, end, exit code."""
-        return self.path / "ranks"
-
-    @property
-    def results(self) -> Path:
-        """What a function from Python has returned, a file for each rank (run/call.py)."""
-        return self.path / "results"
+    ranks = Below("ranks", "One record for each rank: host, pid, start, end, exit code.")
+    results = Below("results", "What a function from Python has returned, a file for each rank (run/call.py).")
 
     def result(self, rank: int) -> Path:
         """What the function has returned, or the traceback of its exception, pickled."""
         return self.results / f"{rank:03d}.pkl"
 
-    @property
-    def logs(self) -> Path:
-        """What the ranks printed."""
-        return self.path / "logs"
+    logs = Below("logs", "What the ranks printed.")
 
     def rank_record(self, rank: int) -> Path:
         """Start and end of one rank."""
@@ -137,104 +111,50 @@ class RunDir:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def spec(self) -> Path:
-        """The spec as resolved: overrides and profile included."""
-        return self.path / "spec.yaml"
-
-    @property
-    def plan(self) -> Path:
-        """The plan that was carried out, as `submit -n -o json` prints it."""
-        return self.path / "plan.json"
-
-    @property
-    def record(self) -> Path:
-        """The identity of the run: name, launcher, job id, when and by which process it was submitted."""
-        return self.path / "run.json"
-
-    @property
-    def submission(self) -> Path:
-        """A function from Python with its arguments, pickled (run/call.py)."""
-        return self.path / "submission.pkl"
-
-    @property
-    def environment(self) -> Path:
-        """Packages, git commit, Python, torch, GPUs and driver of the machine that submitted."""
-        return self.path / "env.json"
-
-    @property
-    def code(self) -> Path:
-        """The copy of the code in which the ranks work; of the trainer, and over SSH, a link to the snapshot."""
-        return self.path / "code"
-
-    @property
-    def snapshot(self) -> Path:
-        """A link to the snapshot of the code, where `code` is a copy of it; runs with the same code share one."""
-        return self.path / "snapshot"
-
-    @property
-    def events(self) -> Path:
-        """The history of the run, a row for each event."""
-        return self.path / "events.jsonl"
-
-    @property
-    def metrics(self) -> Path:
-        """What the trainer measured, or a script logged; docs/metrics.md has the keys."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        """The trainer's result, written at its end."""
-        return self.path / "summary.json"
-
-    @property
-    def report(self) -> Path:
-        """The page about the run that `clusterddp report` has written."""
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Checkpoints of the trainer, or of `clusterddp.checkpoint`, each with a manifest that has its sum."""
-        return self.path / "checkpoints"
-
-    @property
-    def output(self) -> Path:
-        """The default directory for the results of an entry."""
-        return self.path / "output"
-
-    @property
-    def tensorboard(self) -> Path:
-        """The same figures for TensorBoard."""
-        return self.path / "tb"
-
-    @property
-    def launcher_dir(self) -> Path:
-        """The launcher's own files: submitit's folder, the logs of supervisors."""
-        return self.path / "launcher"
-
-    @property
-    def notices(self) -> Path:
-        """The messages of `notify` that a process has claimed: an empty file each (run/notices.py)."""
-        return self.path / "notices"
-
-    @property
-    def job_environment(self) -> Path:
-        """On Slurm: the variables that are passed from the submitting shell to the ranks; mode 0600, as all files."""
-        return self.launcher_dir / "environment.json"
-
-    @property
-    def job_secrets(self) -> Path:
-        """On Slurm: the values of the spec's secrets, from the submit to the run's end, when they are removed."""
-        return self.launcher_dir / "secrets.json"
+    spec = Below("spec.yaml", "The spec as resolved: overrides and profile included.")
+    plan = Below("plan.json", "The plan that was carried out, as `submit -n -o json` prints it.")
+    record = Below(
+        "run.json", "The identity of the run: name, launcher, job id, when and by which process it was submitted."
+    )
+    submission = Below("submission.pkl", "A function from Python with its arguments, pickled (run/call.py).")
+    environment = Below(
+        "env.json", "Packages, git commit, Python, torch, GPUs and driver of the machine that submitted."
+    )
+    code = Below(
+        "code", "The copy of the code in which the ranks work; of the trainer, and over SSH, a link to the snapshot."
+    )
+    snapshot = Below(
+        "snapshot",
+        "A link to the snapshot of the code, where `code` is a copy of it; runs with the same code share one.",
+    )
+    events = Below("events.jsonl", "The history of the run, a row for each event.")
+    metrics = Below("metrics.jsonl", "What the trainer measured, or a script logged; docs/metrics.md has the keys.")
+    summary = Below("summary.json", "The trainer's result, written at its end.")
+    report = Below("report.html", "The page about the run that `clusterddp report` has written.")
+    checkpoints = Below(
+        "checkpoints",
+        "Checkpoints of the trainer, or of `clusterddp.checkpoint`, each with a manifest that has its sum.",
+    )
+    output = Below("output", "The default directory for the results of an entry.")
+    tensorboard = Below("tb", "The same figures for TensorBoard.")
+    launcher_dir = Below("launcher", "The launcher's own files: submitit's folder, the logs of supervisors.")
+    notices = Below(
+        "notices", "The messages of `notify` that a process has claimed: an empty file each (run/notices.py)."
+    )
+    job_environment = Below(
+        "launcher/environment.json",
+        "On Slurm: the variables that are passed from the submitting shell to the ranks; mode 0600, as all files.",
+    )
+    job_secrets = Below(
+        "launcher/secrets.json",
+        "On Slurm: the values of the spec's secrets, from the submit to the run's end, when they are removed.",
+    )
 
     def job_answer(self, tag: str) -> Path:
         """On Slurm: what sbatch answered to the submit of the job with this tag."""
         return self.launcher_dir / f"job-{tag}.json"
 
-    @property
-    def cancel_file(self) -> Path:
-        """A process that creates this file asks the supervisors to end the run at once."""
-        return self.path / "CANCEL"
+    cancel_file = Below("CANCEL", "A process that creates this file asks the supervisors to end the run at once.")
 
     def attempt(self, number: int) -> AttemptDir:
         return AttemptDir(self.path / "attempts" / str(number))

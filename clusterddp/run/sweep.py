@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_run_name
+from clusterddp.run.directory import SWEEP_RECORD, Below, RunDir, is_run_name
 from clusterddp.run.find import list_places, list_runs, runs_of_spec
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.state import Answer, Records
@@ -39,54 +39,21 @@ class SweepDir:
     def name(self) -> str:
         return self.path.name
 
-    @property
-    def record(self) -> Path:
-        """The identity of the sweep: keys, throttle, job id."""
-        return self.path / SWEEP_RECORD
-
-    @property
-    def tasks(self) -> Path:
-        """One run per line; the line number, from 0, is SLURM_ARRAY_TASK_ID. The batch script receives this path."""
-        return self.path / "tasks.txt"
-
-    @property
-    def environment(self) -> Path:
-        """As of a run; the runs have links to it."""
-        return self.path / "env.json"
-
-    @property
-    def job_environment(self) -> Path:
-        """On Slurm: the variables that are passed from the submitting shell to the ranks."""
-        return self.path / "environment.json"
-
-    @property
-    def code(self) -> Path:
-        """As of a run; the runs have links to it."""
-        return self.path / "code"
-
-    @property
-    def queue(self) -> Path:
-        """The record of the queue, if Slurm does not start the runs."""
-        return self.path / "queue.json"
-
-    @property
-    def queue_log(self) -> Path:
-        """The log of the queue."""
-        return self.launcher_dir / "queue.log"
-
-    @property
-    def queue_lock(self) -> Path:
-        """The lock that the queue holds, so that there is never a second one."""
-        return self.launcher_dir / "queue.lock"
-
-    @property
-    def cancel_file(self) -> Path:
-        """Asks the queue to start no more runs, once it exists."""
-        return self.path / "CANCEL"
-
-    @property
-    def launcher_dir(self) -> Path:
-        return self.path / "launcher"
+    record = Below(SWEEP_RECORD, "The identity of the sweep: keys, throttle, job id.")
+    tasks = Below(
+        "tasks.txt",
+        "One run per line; the line number, from 0, is SLURM_ARRAY_TASK_ID. The batch script receives this path.",
+    )
+    environment = Below("env.json", "As of a run; the runs have links to it.")
+    job_environment = Below(
+        "environment.json", "On Slurm: the variables that are passed from the submitting shell to the ranks."
+    )
+    code = Below("code", "As of a run; the runs have links to it.")
+    queue = Below("queue.json", "The record of the queue, if Slurm does not start the runs.")
+    queue_log = Below("launcher/queue.log", "The log of the queue.")
+    queue_lock = Below("launcher/queue.lock", "The lock that the queue holds, so that there is never a second one.")
+    cancel_file = Below("CANCEL", "Asks the queue to start no more runs, once it exists.")
+    launcher_dir = Below("launcher", "")
 
     def run_names(self) -> list[str]:
         """List the names of all runs, in the order of their tasks.
