@@ -175,7 +175,7 @@ def sbatch_argv(request: JobRequest, name: str) -> list[str]:
         "ntasks_per_node": "1",
         "time": "1",
         "mem": _MEMORY,
-        "export": "NONE",
+        "export": "ALL",
         "chdir": "/",
         "output": os.devnull,
     }

@@ -307,7 +307,7 @@ def sbatch_argv(
         "parsable": True,
         "job_name": name,
         "comment": f"{users}; {comment}" if isinstance(users, str) and users else comment,
-        "export": "NONE",
+        "export": "ALL",  # of sbatch's minimal environment
         "chdir": str(directory),
         "output": str(directory / log),
         "open_mode": "append",
@@ -330,7 +330,6 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
         "unbuffered": True,
         "label": True,
         "open_mode": "append",
-        # srun would inherit NONE from the environment of the batch step.
         "export": "ALL",
         "output": str(RunDir(run_dir).launcher_dir / "tasks.log"),
     }

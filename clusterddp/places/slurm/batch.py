@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pwd
 import re
 import signal
 import socket
@@ -431,6 +432,8 @@ def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str
         for name, value in own.items()
         if (name in _KEPT or name.startswith(_KEPT_PREFIXES)) and name != "SLURM_EXPORT_ENV"
     }
+    with contextlib.suppress(KeyError):  # the user database may lack the user
+        ours["HOME"] = pwd.getpwuid(os.getuid()).pw_dir
     return {"PATH": own.get("PATH", os.defpath)} | submitted | ours | {COOKIE: cookie(token, "task")}
 
 

@@ -21,6 +21,8 @@ _FOREIGN_PREFIXES = (
 )
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """They name the cluster and authenticate the user."""
+_FOR_SBATCH = frozenset({"PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "KRB5CCNAME"})
+"""The other variables of sbatch: it hands all that it has to the job (`--export=ALL`)."""
 _TRANSIENT = (
     "unable to contact slurm controller",
     "socket timed out",
@@ -46,12 +48,16 @@ _REASONS: dict[str, SlurmReason] = {
 """Part of an error message -> the reason."""
 
 
-def slurm_environment(environ: Mapping[str, str]) -> dict[str, str]:
+def slurm_environment(environ: Mapping[str, str], program: str = "") -> dict[str, str]:
     """Return the environment for one of Slurm's commands.
 
     Inside a job SLURM_* and the like would become options of the command; the variables that name the cluster stay.
+    sbatch gets a minimal one, so that `--export=ALL` gives the job hardly more than nothing. `--export=NONE` would
+    have the node run the user's login shell first: a start-up file that fails or waits there holds or ends the job.
     """
     kept = {name: value for name, value in environ.items() if name in _KEPT or not name.startswith(_FOREIGN_PREFIXES)}
+    if program == "sbatch":
+        kept = {name: value for name, value in kept.items() if name in _KEPT | _FOR_SBATCH}
     return kept | {"LC_ALL": "C"}
 
 
@@ -69,7 +75,7 @@ def call_slurm(
     argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands and return its result; standard error holds warnings."""
-    environment = slurm_environment(environ)
+    environment = slurm_environment(environ, argv[0])
     program = shutil.which(argv[0], path=environment.get("PATH"))
     if program is None:
         raise SlurmError(

@@ -53,6 +53,11 @@ _FAMILIES = (
         "because a node could not start it, and it is held; "
         "the nodes must see the run's directory; then scontrol release {job} lets it go",
     ),
+    (
+        r"user.env.retrieval.failed.*",
+        "because a node could not load its user's login environment, and it is held: a shell start-up file there "
+        "(~/.profile, ~/.bash_profile) ends, waits or fails; mend it, then scontrol release {job} lets it go",
+    ),
     (r".*requeued.*held.*", "because it was queued again and is held; scontrol release {job} lets it go"),
     (r"reqnodenotavail.*unavailablenodes: *(.+)", "for nodes that are down, drained or reserved: {0}"),
     (r"reqnodenotavail.*", "for nodes that are down, drained or reserved now, or soon (a maintenance?)"),
@@ -129,12 +134,25 @@ def explain_waiting(job: Job, *, was_started: bool = False, now: float | None = 
     return f"job {job.job_id} waits {text}"
 
 
-def explain_end(job: Job) -> str:
-    """Explain how a job ended by Slurm's state and reason: `job 17 ended: NODE_FAIL, a node was lost`."""
+def explain_end(job: Job, *, began: bool = True) -> str:
+    """Explain how a job ended by Slurm's state and reason: `job 17 ended: NODE_FAIL, a node was lost`.
+
+    `began`: false for a job whose script did not begin, and which clusterddp did not cancel.
+    """
     if job.state == "CANCELLED":
         text = f"job {job.job_id} was cancelled"
         if job.cancelled_by is not None:
             text += f" by {user_name(job.cancelled_by)}"
+        elif not began:
+            text += (
+                " before its script began, and not by clusterddp: by scancel, or by Slurm itself, where a node could "
+                "not prepare it (its prolog, the login environment); slurmd's log there has the reason"
+            )
+    elif job.state == "NODE_FAIL" and not began:
+        text = (
+            f"job {job.job_id} ended: NODE_FAIL: its first node was lost before the job's script began, or did not "
+            "begin it in time; sinfo -R names nodes that are down, and slurmd's log on a node that is up has the reason"
+        )
     else:
         text = f"job {job.job_id} ended: {job.state}"
         if job.state in _ENDS:

@@ -122,7 +122,8 @@ def _in_queue(records: Records, job: Job, answer_age_s: float) -> Answer:
 
 def _after_job(records: Records, job: Job) -> Answer:
     """Say how the job of a run ended; its processes may have recorded an end that is not visible yet."""
-    words, last_line = explain_end(job), _last_line(records.run)
+    began = records.is_claimed or records.is_started or records.end is not None or records.run.cancel_file.exists()
+    words, last_line = explain_end(job, began=began), _last_line(records.run)
     if job.state == "REVOKED":
         return Answer(life="unknown", words=f"{words}: another cluster of the federation has it")
     may_record = records.is_claimed or records.is_started
@@ -204,7 +205,9 @@ def _explain_no_output(records: Records, job: Job) -> str:
 
     A newer slurmstepd creates a missing output directory on the node's own disk and writes the output there.
     """
-    if records.is_claimed or job.exit_code.partition(":")[0] not in {"", "1"} or _job_logs(records.run)[0].exists():
+    if records.is_claimed or job.state == "NODE_FAIL" or job.exit_code.partition(":")[0] not in {"", "1"}:
+        return ""
+    if _job_logs(records.run)[0].exists():
         return ""
     return "; its output is not here: usually its nodes do not share the run's directory"
 

@@ -33,3 +33,16 @@ def test_a_command_that_a_signal_ended_is_no_answer_about_the_job(tmp_path):
     with pytest.raises(SlurmError) as caught:
         run_slurm(["scontrol", "requeue", "7"], environ={"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert caught.value.transient
+
+
+def test_sbatch_gets_no_more_of_the_environment_than_its_job_may_have(tmp_path):
+    (tmp_path / "sbatch").write_text("#!/bin/sh\nexec env\n")
+    (tmp_path / "sbatch").chmod(0o700)
+    environ = {
+        "PATH": f"{tmp_path}:/usr/bin:/bin", "HOME": "/home/ana", "USER": "ana", "SLURM_CONF": "/etc/c",
+        "SLURM_JWT": "j", "LD_LIBRARY_PATH": "/opt/slurm/lib", "API_KEY": "canary", "BASH_ENV": "/x",
+        "ENV": "/y", "SLURM_JOB_ID": "7", "SBATCH_EXPORT": "NONE", "PYTHONSTARTUP": "/z", "NCCL_DEBUG": "INFO",
+    }  # fmt: skip
+    lines = run_slurm(["sbatch"], environ=environ).splitlines()
+    given = {name for line in lines if (name := line.partition("=")[0]) not in {"PWD", "SHLVL", "_"}}
+    assert given == {"PATH", "HOME", "USER", "LD_LIBRARY_PATH", "SLURM_CONF", "SLURM_JWT", "LC_ALL"}

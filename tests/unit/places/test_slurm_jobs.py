@@ -8,19 +8,18 @@ import pytest
 
 from clusterddp.places.slurm.explain import advise_refusal, explain_end, explain_waiting
 from clusterddp.places.slurm.queue import SEPARATOR, Job, Phase, read_sacct, read_squeue, read_time
+from tests.support.fake_slurm import sacct_row, squeue_row
 
 TAG = "0123456789abcdef0123"
 NOON = time.mktime((2026, 1, 2, 12, 0, 0, 0, 0, -1))
 
 
 def squeue_line(name: str = f"train.{TAG}", *, job: str = "17", array: str = "17", task: str = "N/A") -> str:
-    fields = [job, array, task, "PENDING", "2026-01-02T12:00:00", "N/A", "N/A", "gpu", "2", "", "Priority", name]
-    return SEPARATOR.join(fields) + "\n"
+    return squeue_row(id=job, array_id=array, task=task, num_nodes="2", reason="Priority", name=name)
 
 
 def sacct_line(job_id: str = "17", state: str = "FAILED", *, exit_code: str = "3:0", name: str = f"train.{TAG}") -> str:
-    moments = ["2026-01-02T12:00:00", "2026-01-02T12:00:01", "Unknown"]
-    return SEPARATOR.join([job_id, state, exit_code, *moments, "gpu", "2", "node[1-2]", name]) + "\n"
+    return sacct_row(job_id=job_id, state=state, exit_code=exit_code, ended="Unknown", nodes="node[1-2]", name=name)
 
 
 def job(state: str = "PENDING", reason: str = "", **changes: object) -> Job:
@@ -127,6 +126,8 @@ WAITS = {
     "JobHeldAdmin": "because an administrator holds it; ask them",
     "launch failed requeued held": "the nodes must see the run's directory; then scontrol release 17 lets it go",
     "launch_failed_requeued_held": "the nodes must see the run's directory",
+    "user env retrieval failed requeued held": "a shell start-up file there (~/.profile, ~/.bash_profile) ends, waits",
+    "user_env_retrieval_failed_requeued_held": "mend it, then scontrol release 17 lets it go",
     "job requeued in held state": "it was queued again and is held; scontrol release 17",
     "Licenses": "for licences that others use",
     "Reservation": "for its reservation to begin",
@@ -185,6 +186,19 @@ ENDS = [
 @pytest.mark.parametrize(("ended", "words"), ENDS)
 def test_how_a_job_ended_is_a_sentence(ended: Job, words: str) -> None:
     assert explain_end(ended).endswith(words)
+
+
+UNBEGUN = [
+    (job("CANCELLED"), "cancelled before its script began, and not by clusterddp: by scancel, or by Slurm itself"),
+    (job("CANCELLED", cancelled_by=0), "job 17 was cancelled by root"),
+    (job("NODE_FAIL"), "NODE_FAIL: its first node was lost before the job's script began, or did not begin it"),
+    (job("TIMEOUT"), "job 17 ended: TIMEOUT, its time was up before the ranks had stopped"),
+]
+
+
+@pytest.mark.parametrize(("ended", "words"), UNBEGUN)
+def test_a_job_that_ended_before_its_script_began_says_so(ended: Job, words: str) -> None:
+    assert words in explain_end(ended, began=False)
 
 
 @pytest.mark.parametrize(

@@ -11,58 +11,18 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import SlurmError
-from clusterddp.places.slurm.queue import SEPARATOR, Slurm, Wanted
+from clusterddp.places.slurm.queue import Slurm, Wanted
+from tests.support.fake_slurm import (
+    CONTROLLER_DOWN,
+    DATABASE_DOWN,
+    DISABLED,
+    Fakes,
+    accounted,
+    queued,
+    tag,
+)
 from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run
 from tests.support.paths import ROOT as REPOSITORY
-
-DISABLED = "echo 'Slurm accounting storage is disabled' >&2; exit 1"
-DATABASE_DOWN = (  # as sacct 22.05 prints it
-    "echo 'sacct: error: slurm_persist_conn_open_without_init: failed to open persistent connection to host:head:6819: "
-    "Connection refused' >&2; exit 1"
-)
-CONTROLLER_DOWN = "echo 'slurm_load_jobs error: Unable to contact slurm controller (connect failure)' >&2; exit 1"
-
-
-def tag(number: int) -> str:
-    return f"{number:020x}"
-
-
-def queued(number: int, state: str = "RUNNING", *, job_id: int | None = None, submitted: str = "12:00:00") -> str:
-    job = str(job_id or 100 + number)
-    moment = f"2026-01-02T{submitted}"
-    fields = [job, job, "N/A", state, moment, "N/A", "N/A", "gpu", "1", "node1", "None", f"x.{tag(number)}"]
-    return SEPARATOR.join(fields) + "\n"
-
-
-def accounted(number: int, state: str = "FAILED", *, job_id: str = "") -> str:
-    moments = ["2026-01-02T12:00:00"] * 3
-    fields = [job_id or str(100 + number), state, "1:0", *moments, "gpu", "1", "node1", f"x.{tag(number)}"]
-    return SEPARATOR.join(fields) + "\n"
-
-
-class Fakes:
-    """Fake squeue and sacct: they print what a test sets, and record their arguments."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.answer("squeue", "")
-        self.answer("sacct", "")
-
-    def answer(self, name: str, text: str) -> None:
-        (self.directory / f"{name}.text").write_text(text)
-        self.do(name, f"cat {self.directory / name}.text")
-
-    def do(self, name: str, script: str) -> None:
-        command = self.directory / name
-        command.write_text(f'#!/bin/sh\necho "$@" >> {self.directory / name}.calls\n{script}\n')
-        command.chmod(0o755)
-
-    def calls(self, name: str) -> list[str]:
-        calls = self.directory / f"{name}.calls"
-        return calls.read_text().splitlines() if calls.exists() else []
-
-    def slurm(self, max_age_s: float = 60.0) -> Slurm:
-        return Slurm({"PATH": f"{self.directory}:/usr/bin:/bin"}, max_age_s=max_age_s)
 
 
 @pytest.fixture
