@@ -41,6 +41,7 @@ import platformdirs
 from clusterddp.errors import Problem, SpecError
 from clusterddp.network.hostlist import expand
 from clusterddp.spec.tree import (
+    ListNode,
     Mapping,
     Node,
     Place,
@@ -357,8 +358,11 @@ def find_project_file(environ: Map[str, str], directory: Path, *, spec: Path | N
     return None
 
 
-def refusals(tree: Mapping) -> Iterator[Problem]:
-    """Yield a problem for each key that a shared file may not set; `tree`: with one spelling for each key."""
+def refusals(tree: Mapping, *, is_project: bool) -> Iterator[Problem]:
+    """Yield a problem for each key that a shared file may not set; `tree`: with one spelling for each key.
+
+    A project file comes with a repository: which secrets go where, and to whom, is not for its author to say.
+    """
     for key, place in tree.keys.items():
         if key not in ALLOWED:
             why = "it names code that runs, and" if key in _CODE else "it is for one spec, and"
@@ -366,6 +370,14 @@ def refusals(tree: Mapping) -> Iterator[Problem]:
             hint = f"is this a spec? A file of another name than {PROJECT_FILE} is none for a project"
             named = Path(place.source).name == PROJECT_FILE
             yield problem_at(place, message, hint if named else None, key=key)
+    if is_project:
+        ssh = tree.entries.get("ssh")
+        hosts = ssh.entries.get("hosts") if isinstance(ssh, Mapping) else None
+        items = [item for item in hosts.items if isinstance(item, Mapping)] if isinstance(hosts, ListNode) else []
+        for key, node in (("secrets", tree), *(("ssh.hosts.host_key", item) for item in items)):
+            if found := node.keys.get(key.rpartition(".")[2]):
+                message = "belongs in a spec, a profile or the site file: a project file may come with another's code"
+                yield problem_at(found, message, key=key)
 
 
 def _named(environ: Map[str, str], variable: str, default: Path | None) -> Path | None:

@@ -198,7 +198,7 @@ def _read_layers_below(
     shared = read_shared_files(environ, spec.absolute().parent if spec else Path.cwd(), spec=spec)
     site, project = (with_one_spelling(file.tree, problems) if file else None for file in (shared.site, shared.project))
     for tree in filter(None, (site, project)):
-        problems += refusals(tree)
+        problems += refusals(tree, is_project=tree is project)
     chosen = read_profile(environ, profile)
     of_profile = with_one_spelling(chosen, problems) if chosen is not None else None
     layers = [site, of_profile, project] if profile is None else [site, project, of_profile]

@@ -151,6 +151,28 @@ def test_keys_of_one_spec_are_refused_with_their_place(project: Path, spec: Path
     assert words.startswith(f"{key}: belongs in a spec: ")
 
 
+@pytest.mark.parametrize(
+    ("text", "key"),
+    [
+        ("secrets: [AWS_SECRET_ACCESS_KEY]\n", "secrets"),
+        (
+            "ssh: {hosts: [a, {host: b, host_key: 'SHA256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA'}]}\n",
+            "ssh.hosts.host_key",
+        ),
+    ],
+)
+def test_a_project_file_decides_on_no_secret_and_no_host_key(
+    project: Path, spec: Path, tmp_path: Path, text: str, key: str
+) -> None:
+    shared = write(project / "clusterddp.yaml", f"restarts: 1\n{text}")
+    where, words = problem_of(spec, {})
+    assert where == f"{shared}:2"
+    assert words.startswith(f"{key}: belongs in a spec, a profile or the site file: ")
+    shared.unlink()
+    site = write(tmp_path / "site.yaml", text)
+    assert load_spec(spec, environ={"CLUSTERDDP_SITE": str(site)}).job.restarts == 0
+
+
 def test_whether_a_shared_file_may_set_a_key_is_decided_for_every_key() -> None:
     of_one_spec = {"name", "entry", "notify", "sweep", "after"}
     assert of_one_spec | set(ALLOWED) == set(JobSpec.model_fields)
