@@ -54,6 +54,7 @@ SCRIPT = """\
 if [ -w "$2" ]; then exec >>"$2/job.out" 2>&1; fi
 if [ -n "$4" ]; then PYTHONPATH=$4; export PYTHONPATH; fi
 if [ -n "$5" ]; then LD_LIBRARY_PATH=$5; export LD_LIBRARY_PATH; fi
+cd / || exit
 exec srun --export=ALL --kill-on-bad-exit=0 \\
     "$1" -m clusterddp.doctor.probe "$2" "$3" "$SLURMD_NODENAME" "$SLURM_JOB_ID"
 """

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.system.devices import read_driver
+from clusterddp.system.python import code_command, module_command
 from clusterddp.system.torch_files import find_package, read_torch_values
 from clusterddp.wire import build, read_object
 
@@ -88,7 +89,7 @@ class Torch:
 
 def import_torch() -> Torch:
     """Import torch and torchvision in a process of their own."""
-    found, error = _ask_python("the import", [sys.executable, "-c", _IMPORT], timeout_s=_IMPORT_TIMEOUT_S)
+    found, error = _ask_python("the import", code_command(_IMPORT), timeout_s=_IMPORT_TIMEOUT_S)
     if found is None:
         return Torch(error=error)
     if str(found.get("error", "")).startswith("ModuleNotFoundError: No module named 'torch'"):
@@ -99,7 +100,7 @@ def import_torch() -> Torch:
 
 def ask_torch(executable: str, environ: Mapping[str, str], working_dir: Path) -> Torch:
     """Read the torch of another Python from its files; `environ` has this package on its path."""
-    argv = [executable, "-m", "clusterddp.facts.torch"]
+    argv = module_command("clusterddp.facts.torch", python=executable)
     found, error = _ask_python("its start", argv, timeout_s=_START_TIMEOUT_S, environ=environ, cwd=working_dir)
     return Torch(executable=executable, python_error=error) if found is None else build(Torch, found)
 
@@ -163,7 +164,7 @@ def find_compile_obstacle(environ: Mapping[str, str]) -> str | None:
 
 def _ask_python(
     what: str,
-    argv: list[str],
+    argv: tuple[str, ...],
     *,
     timeout_s: float,
     environ: Mapping[str, str] | None = None,
@@ -202,5 +203,4 @@ def _installed_version(name: str) -> str | None:
 
 
 if __name__ == "__main__":
-    sys.path[:] = [entry for entry in sys.path if entry not in ("", str(Path.cwd()))]  # `-m` has put it there
     print("FOUND" + json.dumps(dataclasses.asdict(read_torch())))

@@ -155,10 +155,10 @@ def _import_file(path: Path) -> ModuleType:
 
 
 def _put_first(directory: str, entry: dict[str, Any]) -> None:
-    """Put on `sys.path` what Python would have put first, in place of the directory where our module was started."""
-    if not getattr(sys.flags, "safe_path", False):
-        sys.path[:1] = [directory] if directory not in entry["import_paths"] else []
-    sys.path[:0] = entry["import_paths"]
+    """Put on `sys.path` what Python would have put first, which it left out at our own start (system/python.py)."""
+    safe = sys.version_info >= (3, 11) and os.environ.get("PYTHONSAFEPATH")
+    own = [] if safe or directory in entry["import_paths"] else [directory]
+    sys.path[:0] = [*entry["import_paths"], *own]
 
 
 def _argv(entry: dict[str, Any], args: list[str], values: Mapping[str, str]) -> list[str]:

@@ -33,6 +33,7 @@ from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RankEnd, read_ranks, write_rank
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
+from clusterddp.system.python import module_command
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before the guard does."""
@@ -105,7 +106,7 @@ class Guard:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the guard inherits it, and never unblocks them
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "clusterddp.node.guard"],
+                module_command("clusterddp.node.guard"),
                 stdin=reader,
                 stdout=self._log,
                 stderr=self._log,

@@ -46,6 +46,7 @@ from clusterddp.run.notices import (
 from clusterddp.run.record import log_event
 from clusterddp.run.state import RunState, RunView, final_view
 from clusterddp.run.sweep import SweepDir
+from clusterddp.system.python import module_command
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
@@ -257,7 +258,7 @@ def write_report(run: RunDir) -> None:
     if importlib.util.find_spec("click") is None or not run.record.is_file():
         return
     os.nice(5)
-    command = [sys.executable, "-m", "clusterddp", "report", "--runs", str(run.path.parent), "--", run.name]
+    command = module_command("clusterddp", "report", "--runs", str(run.path.parent), "--", run.name)
     try:
         done = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=_REPORT_S, check=False, text=True

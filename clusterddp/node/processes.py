@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from clusterddp.ranks.environment import LISTENER_FD
+from clusterddp.system.python import module_command
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
 """A supervisor that receives one asks the whole gang to stop."""
@@ -29,12 +30,12 @@ def start_rank(
 ) -> int:
     """Start a rank in a session of its own and return its pid; it inherits `listener`, a descriptor.
 
-    Its output is appended to files: a pipe could fill, or break with its reader. It starts in the run directory, where
-    no file shadows a module, and changes to its working directory itself.
+    Its output is appended to files: a pipe could fill, or break with its reader. It starts in the run directory, and
+    changes to its working directory itself.
     """
     with _append_to(stdout) as out, _append_to(stderr) as err:
         process = subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.node.rank", str(run_dir)],
+            module_command("clusterddp.node.rank", str(run_dir)),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -54,7 +55,7 @@ def start_fork_server(
     with its:
         try:
             process = subprocess.Popen(
-                [sys.executable, "-m", "clusterddp.node.rank", "--fork", str(run_dir)],
+                module_command("clusterddp.node.rank", "--fork", str(run_dir)),
                 stdin=its.fileno(),
                 stdout=log,
                 stderr=log,

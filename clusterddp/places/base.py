@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.run.stacks import request_stacks
+from clusterddp.system.python import module_command
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
@@ -103,7 +103,7 @@ class Launcher:
         `words`: the arguments of node/exec_command.py after the run's directory. `terminal`: somebody types into it.
         Raises: ClusterddpError: the job of the rank does not run, or it is in a container.
         """
-        return [sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
+        return list(module_command(EXEC_MODULE, str(run.path), *words))
 
     def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
         """Ask a run to end at once; its CANCEL file is written already. True: the run will record its own end.

@@ -34,6 +34,7 @@ from clusterddp.run.gang import Gang, Notify
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
 from clusterddp.spec.train import DEFINING
 from clusterddp.system.files import read_json
+from clusterddp.system.python import module_command
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
@@ -397,7 +398,7 @@ def _commands_started(plan: Plan) -> tuple[tuple[str, ...], ...]:
         return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(plan.dir_on_hosts))[1:]))
     rank = rank_command(plan.run_dir)
     if plan.slurm:
-        supervisors = [(*SUPERVISOR_COMMAND[:-1], SLURM_SUPERVISOR) for _ in plan.gang.nodes]
+        supervisors = [module_command(SLURM_SUPERVISOR) for _ in plan.gang.nodes]
         script = str(RunDir(plan.run_dir).launcher_dir / SCRIPT)
         return ((*plan.slurm.sbatch, script, *plan.slurm.arguments), (*plan.slurm.srun, "0"), *supervisors, rank)
     return (launcher_command(plan.run_dir, 0), *[SUPERVISOR_COMMAND for _ in plan.gang.nodes], rank)

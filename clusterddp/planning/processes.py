@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 
 from clusterddp.ranks.environment import COOKIE, PLACE_VARIABLES
 from clusterddp.spec.secret_values import is_secret
+from clusterddp.system.python import module_command
 
 EXEC_MODULE = "clusterddp.node.exec_command"
 """Becomes the command of `exec` on the machine of its rank."""
@@ -16,17 +16,17 @@ EXEC_MODULE = "clusterddp.node.exec_command"
 
 def launcher_command(run_dir: Path, attempt: int) -> tuple[str, ...]:
     """Return the command that hands a local run to submitit's local executor."""
-    return (sys.executable, "-m", "clusterddp.places.local.submit", str(run_dir), str(attempt))
+    return module_command("clusterddp.places.local.submit", str(run_dir), str(attempt))
 
 
 def queue_command(sweep_dir: Path) -> tuple[str, ...]:
     """Return the command of a sweep's queue, which starts its runs where Slurm does not."""
-    return (sys.executable, "-m", "clusterddp.submission.sweep_queue", str(sweep_dir))
+    return module_command("clusterddp.submission.sweep_queue", str(sweep_dir))
 
 
 def rank_command(run_dir: Path) -> tuple[str, ...]:
     """Return the command of a rank; the environment names which rank it is."""
-    return (sys.executable, "-m", "clusterddp.node.rank", str(run_dir))
+    return module_command("clusterddp.node.rank", str(run_dir))
 
 
 _FOREIGN_PREFIXES = ("CLUSTERDDP_", "SUBMITIT_", "SLURM_", "TORCHELASTIC_", "PMI_", "PMIX_", "OMPI_COMM_WORLD_")

@@ -39,6 +39,7 @@ from clusterddp.spec.slurm_options import (
     asks_for_gpus,
     option_problem,
 )
+from clusterddp.system.python import module_command
 from clusterddp.system.storage import check_shared
 from clusterddp.system.templates import read_template
 
@@ -199,22 +200,26 @@ IMPORT_PATH = "/opt/clusterddp"
 _SHELL = ("/bin/sh", "-c", 'exec "$0" "$@"')
 """Finds Python inside the container: srun may look for the first word of a command on the host."""
 _TASK = """\
-import os, runpy, sys
-sys.path.insert(0, sys.argv.pop(1))
+import sys
+sys.path[:] = [sys.argv.pop(1), *filter(None, sys.path)]
+import os, runpy
 os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (sys.path[0], os.environ.get("PYTHONPATH"))))
 runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
 """
-"""Finds this package inside the container: a PYTHONPATH of the image wins over the one of the job."""
+"""Finds this package inside the container: a PYTHONPATH of the image wins over the one of the job.
+
+Nothing is imported from the working directory, as in system/python.py.
+"""
 
 
 def container_words(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
-    """Return the task's argv up to the name of its module.
+    """Return the task's argv up to its arguments.
 
     Source: https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
     """
     if container is None:
-        return (sys.executable, "-m")
-    python = (container["python"], "-c", _TASK, IMPORT_PATH)
+        return module_command(TASK_MODULE)
+    python = (container["python"], "-c", _TASK, IMPORT_PATH, TASK_MODULE)
     if container["runtime"] == "pyxis":
         return (*_SHELL, *python)
     binds = tuple(f"--bind={mount}" for mount in _mounts(container, mounts, run_dir))
@@ -335,7 +340,7 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
     }
     inside = container_words(plan.container, mounts=plan.mounts, run_dir=run_dir)
     flags = container_flags(plan.container, mounts=plan.mounts, run_dir=run_dir)
-    task = (*inside, TASK_MODULE, str(run_dir))
+    task = (*inside, str(run_dir))
     return (*_without_binding(options), "srun", *option_argv(ours), *option_argv(plan.srun_options), *flags, *task)
 
 

@@ -11,7 +11,6 @@ import dataclasses
 import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from typing import Any, Literal
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.state import RunState, RunView, spell_states
+from clusterddp.system.python import module_command
 
 Event = Literal["start", "end", "fail", "requeue", "hang"]
 SEND_S = 12.0
@@ -119,7 +119,7 @@ def claim(run: RunDir, what: str) -> bool:
 def start_helper(order: HelperOrder, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process for an order, which nothing waits for; it ends by itself within seconds."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "clusterddp.node.helpers"],
+        module_command("clusterddp.node.helpers"),
         stdin=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

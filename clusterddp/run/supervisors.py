@@ -15,7 +15,6 @@ import json
 import os
 import select
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,10 +23,11 @@ from typing import Any, TypedDict
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
+from clusterddp.system.python import module_command
 from clusterddp.wire import build, read_object
 
 SUPERVISOR_MODULE = "clusterddp.node.supervisor"
-SUPERVISOR_COMMAND = (sys.executable, "-m", SUPERVISOR_MODULE)
+SUPERVISOR_COMMAND = module_command(SUPERVISOR_MODULE)
 
 
 class Link(TypedDict):
@@ -131,7 +131,7 @@ def start_supervisor(
     descriptor = os.open(supervisor_log(order.run, order.node_rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
     try:
         process = subprocess.Popen(
-            (sys.executable, "-m", module),
+            module_command(module),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE if answers else descriptor,
             stderr=descriptor,

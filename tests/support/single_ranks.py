@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
+
+from clusterddp.system.python import module_command
 
 
 def start_rank(run_dir, entry, **environment):
@@ -13,7 +14,7 @@ def start_rank(run_dir, entry, **environment):
     base = {"kind": "script", "target": "", "args": [], "working_dir": str(run_dir), "import_paths": []}
     (run_dir / "plan.json").write_text(json.dumps({"gang": {"entry": base | entry}}))
     return subprocess.Popen(
-        [sys.executable, "-m", "clusterddp.node.rank", str(run_dir)],
+        module_command("clusterddp.node.rank", str(run_dir)),
         env=dict(os.environ) | environment,
         cwd=run_dir,
         stdout=subprocess.PIPE,

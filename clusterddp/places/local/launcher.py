@@ -135,8 +135,7 @@ def _start_task(run: RunDir, attempt: int, environment: dict[str, str]) -> bytes
                 stdin=theirs.fileno(),
                 stdout=output,
                 stderr=output,
-                # This directory has no file of the user's that could shadow one of Python's modules.
-                cwd=run.launcher_dir,
+                cwd="/",  # submitit starts Python, too, which imports from the directory that it starts in
                 env=environment,
                 start_new_session=True,
                 umask=0o077,

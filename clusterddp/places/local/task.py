@@ -74,6 +74,7 @@ def run_attempts(run_dir: str, attempt: int, visible_gpus: str | None) -> str:
     if visible_gpus is not None:
         os.environ["CUDA_VISIBLE_DEVICES"] = visible_gpus
     run = RunDir(Path(run_dir))
+    os.chdir(run.launcher_dir)  # `ps` finds the run's name by it
     gang = read_gang(run)
     _stop_on_signal(run)
     gpus = [gpu for node in gang.nodes for gpu in node.gpus]

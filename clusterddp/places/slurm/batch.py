@@ -105,6 +105,7 @@ def main() -> int:
         environ = inherited_environment()
         start = JobStart.of_environment(environ)
         run = find_run(sys.argv[1], environ)
+        os.chdir(run.launcher_dir)  # `ps` finds the run's name by it
         carried = read_carried(run, start, environ)
         if not start.carries(carried.record):
             raise ClusterddpError(f"{run.name}: job {start.job_id} is not its newest job, so this job starts nothing")

@@ -9,7 +9,6 @@ import dataclasses
 import os
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,6 +47,7 @@ from clusterddp.run.state import Answer, Records
 from clusterddp.run.sweep import SweepDir
 from clusterddp.spec.train import FOLDER, is_there
 from clusterddp.system.files import write_json
+from clusterddp.system.python import module_command
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.sync import Synchroniser
@@ -79,7 +79,7 @@ class SlurmLauncher(Launcher):
         if is_there(name, data_dir) or _is_elsewhere(plan, data_dir):
             return
         if name != FOLDER:
-            argv = [sys.executable, "-m", "clusterddp.train.data", name, str(data_dir)]
+            argv = module_command("clusterddp.train.data", name, str(data_dir))
             path = "".join(f"{key}={shlex.quote(value)} " for key, value in python_path({}).items())
             hint = f"{path}{shlex.join(argv)}  # downloads it here; train.data_dir names a directory that has it"
         else:
@@ -150,7 +150,7 @@ class SlurmLauncher(Launcher):
             step += ["--gres=none"]
         # With --disable-status the first Ctrl-C goes to the command; a second one within 1 s ends srun.
         step += ["--quiet", "--disable-status", "--pty" if terminal else "--unbuffered", f"--chdir={run.launcher_dir}"]
-        return [*step, sys.executable, "-m", EXEC_MODULE, str(run.path), *words]
+        return [*step, *module_command(EXEC_MODULE, str(run.path), *words)]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 import clusterddp
+from clusterddp.system.python import module_command
 from tests.support.waiting import PATIENCE
 
 SPEC = """
@@ -32,7 +32,7 @@ def test_the_trainers_ranks_meet_by_a_file_where_no_address_is_set(tmp_path: Pat
     base |= {"CLUSTERDDP_RUN_DIR": str(plan.run_dir), "CLUSTERDDP_BACKEND": "gloo", "WORLD_SIZE": "2"}
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-m", "clusterddp.node.rank", str(plan.run_dir)],
+            module_command("clusterddp.node.rank", str(plan.run_dir)),
             env=base | {"RANK": str(rank), "LOCAL_RANK": str(rank), "OMP_NUM_THREADS": "1"},
         )
         for rank in range(2)

@@ -26,6 +26,7 @@ from clusterddp.run.job_tag import job_tag, tag_of
 from clusterddp.run.record import read_run, write_run
 from clusterddp.spec.load import load_spec
 from clusterddp.system.files import read_json
+from clusterddp.system.python import module_command
 from clusterddp.system.templates import read_template
 from clusterddp.system.torch_files import find_package, read_torch_values
 from tests.support.launch_runs import plan_text
@@ -64,6 +65,7 @@ def test_a_shipped_spec_is_submitted_as_its_golden_file_says(tmp_path: Path, nam
         (str(planned.run_dir), "RUN_DIR"),
         (planned.run, "RUN"),
         (job_tag(planned.token, 0), "TAG"),
+        ("\n".join(module_command("clusterddp.places.slurm.task")), "PYTHON\nclusterddp.places.slurm.task"),
         (sys.executable, "PYTHON"),
         (f"/checkout{os.pathsep}{ROOT}", "/checkout"),
     ):

@@ -27,6 +27,7 @@ from clusterddp.run.record import read_run, write_run
 from clusterddp.run.sweep import SweepDir, find_sweep, read_sweep, sweep_of
 from clusterddp.spec.load import load_spec
 from clusterddp.submission.sweep_plan import make_sweep
+from clusterddp.system.python import module_command
 from tests.support.handmade_runs import complete, make_run, start_attempt
 from tests.support.launch_runs import git
 from tests.support.paths import ROOT
@@ -188,7 +189,7 @@ def test_elsewhere_than_on_slurm_a_queue_is_started(tmp_path: Path, launcher: st
     hosts = ["ssh.hosts=[gpu01]", "snapshot=false"] if launcher == "launcher=ssh" else []
     plan = plan_one(tmp_path, *TWO_BY_TWO, launcher, *hosts, environ={"PATH": os.environ["PATH"]})
     assert plan.job is None
-    assert plan.command == (sys.executable, "-m", "clusterddp.submission.sweep_queue", str(plan.path))
+    assert plan.command == module_command("clusterddp.submission.sweep_queue", str(plan.path))
 
 
 def test_programs_that_no_copy_of_the_code_has_together_are_refused(tmp_path: Path) -> None:

@@ -33,17 +33,11 @@ from clusterddp.run.code import FOLDER, RECORD, TREE, link_or_copy
 from clusterddp.run.removal import keep_package
 from clusterddp.system.file_set import list_files
 from clusterddp.system.files import write_json, write_text
+from clusterddp.system.python import code_command, module_command
 
 _GRACE_S = 120.0
-_COMMAND = """\
-import runpy, sys
-sys.path.pop(0)
-runpy.run_module("clusterddp", run_name="__main__", alter_sys=True)
-"""
-"""As `python -m clusterddp`, but nothing is imported from the working directory, which holds the user's own code."""
 _FIND_MISSING = """\
 import sys
-sys.path.pop(0)
 from importlib.metadata import PackageNotFoundError, version
 def numbers(text):
     return [int(part) if part.isdigit() else 0 for part in text.split(".")[:3]]
@@ -72,7 +66,7 @@ def run(root: str, package: str, order: dict[str, Any]) -> NoReturn:
             code = 1
         else:
             environment |= {name: _spell(value, place) for name, value in order["variables"].items()}
-            argv = [sys.executable, "-c", _COMMAND, *(_spell(each, place) for each in order["arguments"])]
+            argv = module_command("clusterddp", *(_spell(each, place) for each in order["arguments"]))
             child = subprocess.Popen(argv, stdin=subprocess.DEVNULL, env=environment, cwd=cwd, start_new_session=True)
             threading.Thread(target=_listen, args=(child,), daemon=True).start()
             code = child.wait()
@@ -88,7 +82,7 @@ def main(arguments: list[str]) -> NoReturn:
     host = Host(root=Path(), package=Path(__file__).resolve().parents[2], patience_s=0)
     environment = _environment(host, runs_dir) | json.loads(variables)
     os.chdir(Path.home())
-    os.execve(sys.executable, [sys.executable, "-c", _COMMAND, *words], environment)
+    os.execve(sys.executable, module_command("clusterddp", *words), environment)
 
 
 def _environment(host: Host, runs_dir: str) -> dict[str, str]:
@@ -100,7 +94,7 @@ def _environment(host: Host, runs_dir: str) -> dict[str, str]:
 def _prepare(host: Host, order: dict[str, Any], environment: dict[str, str]) -> tuple[Path | None, Path]:
     """Check what is here, receive the code, lay it out; return its place, and the command's working directory."""
     code = order["code"]
-    asked = [sys.executable, "-c", _FIND_MISSING, *order["needs"]]
+    asked = code_command(_FIND_MISSING, *order["needs"])
     lacking = subprocess.run(asked, env=environment, stdout=subprocess.PIPE, text=True, check=True).stdout.split()
     send = not lacking and code is not None and code["sum"] is not None
     send = send and lacks_code(host, code["sum"])

@@ -1,0 +1,25 @@
+"""How a process that runs Python is started: it imports no module from the directory that it starts in.
+
+Python looks there first for `-m` and `-c`, and another user, or the author of a repository, may have left a json.py.
+"""
+
+from __future__ import annotations
+
+import sys
+
+_FLAG = ("-P",) if sys.version_info >= (3, 11) else ()
+_SHORTEN = "import sys; sys.path[:] = filter(None, sys.path); "
+"""What -P does, on any Python: with `-c` the directory is the empty text."""
+_RUN_MODULE = f"{_SHORTEN}from runpy import run_module; run_module(sys.argv.pop(1), None, '__main__', True)"
+
+
+def module_command(module: str, *arguments: str, python: str | None = None) -> tuple[str, ...]:
+    """Return the command that runs a module; `python`: another Python than this one, of any release."""
+    if python is None and _FLAG:
+        return (sys.executable, *_FLAG, "-m", module, *arguments)
+    return (python or sys.executable, "-c", _RUN_MODULE, module, *arguments)
+
+
+def code_command(code: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs a text of Python."""
+    return (sys.executable, *_FLAG, "-c", code if _FLAG else f"{_SHORTEN}\n{code}", *arguments)

@@ -1,0 +1,60 @@
+"""A process that runs Python is started by system/python.py, which lets it import nothing from where it starts."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import clusterddp
+from clusterddp.system import python
+
+HOME = Path(clusterddp.__file__).parent
+OWN_WAY = {"system/python.py"}
+
+
+def is_executable(node: ast.expr) -> bool:
+    return isinstance(node, ast.Attribute) and (node.attr, ast.unparse(node.value)) == ("executable", "sys")
+
+
+def starts_python(node: ast.List | ast.Tuple) -> bool:
+    """Return whether a list of words is a command that runs Python: with its path and an option, or our module."""
+    words = [word.value for word in node.elts if isinstance(word, ast.Constant) and isinstance(word.value, str)]
+    ours = any(word.startswith("clusterddp.") for word in words)
+    options = any(word.startswith("-") for word in words)
+    return (options and any(map(is_executable, node.elts))) or ("-m" in words and ours)
+
+
+def test_no_other_file_writes_a_command_that_runs_python() -> None:
+    found = []
+    for path in HOME.rglob("*.py"):
+        name = path.relative_to(HOME).as_posix()
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List | ast.Tuple) and name not in OWN_WAY and starts_python(node):
+                found.append(f"{name}:{node.lineno}: {ast.unparse(node)}")
+    assert found == []
+
+
+@pytest.mark.parametrize("interpreter", [None, sys.executable], ids=["this Python", "one of any release"])
+def test_a_module_is_run_with_its_arguments_and_imports_nothing_from_where_it_starts(
+    tmp_path: Path, interpreter: str | None
+) -> None:
+    library = tmp_path / "library"
+    library.mkdir()
+    (library / "shown.py").write_text("import sys, json\nprint(sys.argv[1:], __name__, __spec__.name)\n")
+    for name in ("json", "runpy"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('planted')\n")
+    argv = python.module_command("shown", "a b", "-m", python=interpreter)
+    environment = {"PYTHONPATH": str(library)}
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "['a b', '-m'] __main__ shown\n", done.stderr
+
+
+def test_code_imports_nothing_from_where_it_starts(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('planted')\n")
+    argv = python.code_command("import json, sys; print(json.dumps(sys.argv[1:]))", "x")
+    done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == '["x"]\n', done.stderr
