@@ -13,7 +13,7 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -66,6 +66,8 @@ class Code:
     within: str
     """The working directory of the command, in that tree."""
     working_dir: Path
+    import_paths: tuple[str, ...] = ()
+    """The directories of the code from which its packages are imported here, relative to its root."""
     notes: tuple[str, ...] = ()
     """What is not uploaded."""
 
@@ -129,16 +131,16 @@ def plan_code(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mappi
     if snapshot is None:
         return Code(snapshot=None, at=".", within=".", working_dir=here)
     notes = (*snapshot.notes, *absent_notes(snapshot, uploads=True)) if job.entry else ()
+    paths = tuple(os.path.relpath(path, snapshot.root) for path in program.import_paths)
+    code = Code(snapshot=snapshot, at=".", within=".", working_dir=here, import_paths=paths, notes=notes)
     if here.is_relative_to(snapshot.root):
-        within = str(here.relative_to(snapshot.root))
-        return Code(snapshot=snapshot, at=".", within=within, working_dir=here, notes=notes)
+        return replace(code, within=str(here.relative_to(snapshot.root)))
     if not snapshot.root.is_relative_to(here):
         raise UsageError(
             f"entry.script lies in {snapshot.root}, outside of the directory that you submit from",
             hint="submit from the directory of the script, or from one above it",
         )
-    at = str(snapshot.root.relative_to(here))
-    return Code(snapshot=snapshot, at=at, within=".", working_dir=here, notes=notes)
+    return replace(code, at=str(snapshot.root.relative_to(here)))
 
 
 def run_at_login(
@@ -170,6 +172,7 @@ def run_at_login(
             "at": code.at,
             "within": code.within,
             "git": describe_commit(code.working_dir, environ),
+            "import_paths": code.import_paths,
         },
         "discard": login_command.discard,
     }

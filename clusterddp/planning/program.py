@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import dataclasses
 import itertools
 import os
 import re
+import sys
+import urllib.parse
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,12 +22,14 @@ from clusterddp.run.code import (
     MAX_SCRIPT_BYTES,
     MAX_SCRIPT_FILES,
     SnapshotPlan,
+    find_sent,
     plan_script_snapshot,
     plan_snapshot,
 )
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, is_call
 from clusterddp.spec.train import GENERATED
+from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
@@ -106,6 +112,9 @@ def plan_program(
     others = [Path(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     followers = [str((working_dir / path).resolve()) for path in others]
     inside = [path for path in followers if snapshot and Path(path).is_relative_to(snapshot.root)]
+    if snapshot:
+        roots, missing = _editable_installs(snapshot, uploads=uploads)
+        inside, notes = [*inside, *map(str, roots)], (*notes, *missing)
     return Program(
         kind=kind,
         target=_with_file(kind, target, file),
@@ -221,6 +230,49 @@ def _code_snapshot(
         what = "command" if job.entry and job.entry.command else "module"
         return None, (f"{home} is in no git repository: no snapshot of the code, the {what} runs in place",)
     return snapshot, (*snapshot.notes, *absent_notes(snapshot, uploads=uploads))
+
+
+def _editable_installs(snapshot: SnapshotPlan, *, uploads: bool) -> tuple[list[Path], list[str]]:
+    """Find the packages that pip has installed as editable within a snapshot's code.
+
+    Returns the directories of the snapshot from which they are imported, and notes on those that it does not have.
+    Sources: PEP 610; setuptools/command/editable_wheel.py.
+    """
+    if sent := find_sent(snapshot.root):
+        return [snapshot.root / path for path in sent.import_paths], []
+    sites = [Path(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    found = [path.resolve() for site in sites for path in (*_paths_of_pth(site), *_paths_of_finders(site))]
+    folders = {snapshot.root, *(snapshot.root / folder for name in snapshot.files for folder in Path(name).parents)}
+    roots = [path for path in found if path in folders]
+    notes = []
+    for file in [file for site in sites for file in site.glob("*.dist-info/direct_url.json")]:
+        record = read_json(file) or {}
+        place = Path(urllib.parse.unquote(urllib.parse.urlsplit(record.get("url", "")).path)).resolve()
+        is_within = record.get("dir_info", {}).get("editable") and place.is_relative_to(snapshot.root)
+        if is_within and not any(root.is_relative_to(place) for root in roots):
+            instead = "the hosts do not have it" if uploads else "ranks import it from there, as it is when they start"
+            name = file.parent.name.partition("-")[0]
+            notes.append(f"{name} is an editable install of {place}, which is not in the snapshot: {instead}")
+    return roots, notes
+
+
+def _paths_of_pth(site: Path) -> Iterator[Path]:
+    """Read the directories that .pth files add to sys.path."""
+    for file in sorted(site.glob("*.pth")):
+        with contextlib.suppress(OSError):
+            lines = file.read_text(encoding="utf-8", errors="replace").splitlines()
+            yield from (site / line.rstrip() for line in lines if not re.match(r"#|import[ \t]|\s*$", line))
+
+
+def _paths_of_finders(site: Path) -> Iterator[Path]:
+    """Read above which directories setuptools' finders look for packages: MAPPING has their names and places."""
+    for file in sorted(site.glob("__editable__*_finder.py")):
+        with contextlib.suppress(OSError, ValueError, SyntaxError):
+            line = re.search(r"^MAPPING\b.*?= (\{.*\})$", file.read_text(encoding="utf-8"), re.MULTILINE)
+            for name, place in ast.literal_eval(line[1] if line else "{}").items():
+                parts = name.split(".")
+                if Path(place).parts[-len(parts) :] == tuple(parts):
+                    yield Path(place).parents[len(parts) - 1]
 
 
 def absent_notes(snapshot: SnapshotPlan, *, uploads: bool) -> Iterator[str]:

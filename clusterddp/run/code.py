@@ -7,7 +7,8 @@ share one copy; a run has hard links to it, and what a program writes beside its
 
 Code that was uploaded to a login node to be submitted there lies in `trees/<number>/`, one for each submit:
 tree/        the files, or directories above them; a job may write beside them
-sent.json    the names of the files, their directory below tree/, and their git commit on the machine they came from
+sent.json    the names of the files, their directory below tree/, and of the machine that they came from the git commit
+             and the directories that packages are imported from
 """
 
 from __future__ import annotations
@@ -46,6 +47,8 @@ class SentCode:
     """The uploaded files, relative to `root`; other files there were not uploaded."""
     git: dict[str, Any] | None
     """The result of `describe_commit` on the machine they came from."""
+    import_paths: tuple[str, ...]
+    """The directories from which that machine imports packages of the code, relative to `root`."""
 
 
 def find_sent(start: Path) -> SentCode | None:
@@ -54,7 +57,8 @@ def find_sent(start: Path) -> SentCode | None:
     for folder in (here, *here.parents):
         if folder.parent.name == FOLDER and (record := read_json(folder / RECORD)):
             root = folder / TREE / record["at"]
-            return SentCode(root=root, files=tuple(record["files"]), git=record["git"])
+            paths = tuple(record.get("import_paths", ()))  # an older version does not send them
+            return SentCode(root=root, files=tuple(record["files"]), git=record["git"], import_paths=paths)
     return None
 
 

@@ -362,6 +362,15 @@ def test_a_script_outside_of_git_may_lie_below(laptop: Laptop) -> None:
     assert plain.submit("--follow").splitlines()[1:] == ["helped"]
 
 
+def test_packages_that_are_imported_from_a_directory_of_the_code_are_imported_there_too(laptop: Laptop) -> None:
+    library = laptop.path / "lib" / "helper"
+    library.mkdir(parents=True)
+    (library / "__init__.py").write_text("print('helped from', __file__.rpartition('/code/')[2])\n")
+    (laptop.path / "entry.py").write_text("import helper\n")
+    _, *log = laptop.submit("--follow", environ={"PYTHONPATH": str(library.parent)}).splitlines()
+    assert log == ["helped from lib/helper/__init__.py"]
+
+
 def test_the_users_modules_do_not_take_the_place_of_pythons(laptop: Laptop) -> None:
     (laptop.path / "random.py").write_text("raise SystemExit('mine')\n")
     (laptop.path / "click.py").write_text("raise SystemExit('mine')\n")

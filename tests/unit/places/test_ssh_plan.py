@@ -150,6 +150,20 @@ def test_a_script_runs_from_the_snapshot_and_works_in_it(repository: Path) -> No
     assert (entry.target, entry.import_paths, entry.working_dir) == (f"{code}/src/train.py", (f"{code}/src",), code)
 
 
+def test_hosts_import_what_is_installed_as_editable_here_from_their_copy_of_the_code(
+    repository: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (repository / "lib" / "models").mkdir(parents=True)
+    (repository / "lib" / "models" / "__init__.py").write_text("")
+    site = repository / ".venv" / "site-packages"
+    site.mkdir(parents=True)
+    (site / "models.pth").write_text(f"# a comment\nimport sys\n/somewhere/else\n{repository}/lib\n")
+    monkeypatch.syspath_prepend(str(site))
+    planned = plan(ENTRY, repository)
+    code = f"~/.clusterddp/runs/{planned.run}.{planned.token[:8]}/code"
+    assert plan_on_hosts(planned).gang.entry.import_paths == (f"{code}/src", f"{code}/lib")
+
+
 @pytest.mark.parametrize(("directory", "place"), [("src", "code/src"), ("notes", "code")])
 def test_ranks_work_where_the_spec_is_submitted_if_the_snapshot_has_it(
     repository: Path, directory: str, place: str

@@ -1,8 +1,8 @@
 """A command of clusterddp on this login node, for a laptop whose own ssh runs it; the boot hands over the order.
 
 order: {"arguments": [str or {"file": name}], "variables": the same by name, "runs_dir": str, "needs": [str],
-        "files": {name: text}, "code": {"sum": str or null, "at": str, "within": str, "git": any} or null,
-        "discard": bool}
+        "files": {name: text}, "code": {"sum": str or null, "at": str, "within": str, "git": any,
+                                         "import_paths": [str]} or null, "discard": bool}
 
 The first answer, `{"missing": [str], "python": str, "send": bool}`, has the packages of `needs` that are not here.
 After `"send": true` the laptop sends `{"size": n}` and n bytes, the archive of the code, which is answered, too. All
@@ -129,7 +129,8 @@ def _lay_out(host: Host, code: dict[str, Any], texts: dict[str, str]) -> tuple[P
             shutil.copytree(stored, at, symlinks=True, copy_function=link_or_copy, dirs_exist_ok=True)
             files = [os.fsdecode(entry.name) for entry in list_files(stored).entries]
         within.mkdir(parents=True, exist_ok=True)
-        write_json(place / RECORD, {"at": code["at"], "files": files, "git": code["git"]})
+        record = {"at": code["at"], "files": files, "git": code["git"], "import_paths": code["import_paths"]}
+        write_json(place / RECORD, record)
         keep_package(host.package)
     return place, within
 
