@@ -18,7 +18,6 @@ import os
 import select
 import signal
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -27,13 +26,13 @@ from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
+from clusterddp.node.stack_hook import peer_of
 from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment
 from clusterddp.ranks.slurm_step import StepPlace, read_place
 
 MAX_PACKET = 1 << 20
 _PREFIX = "\0clusterddp-"
 """The prefix of the names of our sockets; they are abstract and so in no directory."""
-_PEER = struct.Struct("3i")
 _ONE_DESCRIPTOR = socket.CMSG_LEN(4)
 SUPERVISOR = "clusterddp.places.slurm.supervisor"
 _START_TIMEOUT_S = 600.0
@@ -306,12 +305,6 @@ def socket_name(token: str, *, job: str, start: int, step: str, attempt: int, no
     """Name the socket of one node for one step of one start of a job."""
     facts = f"tasks of {token}:{job}:{start}:{step}:{attempt}:{node_rank}"
     return _PREFIX + hashlib.sha256(facts.encode()).hexdigest()[:40]
-
-
-def peer_of(sock: socket.socket) -> tuple[int, int]:
-    """Return the pid and the uid of the process at the other end."""
-    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    return pid, uid
 
 
 def _read_gang(run_dir: Path, place: StepPlace) -> dict[str, Any]:

@@ -22,7 +22,8 @@ from typing import Any
 from clusterddp.network.rendezvous.server import Acceptor, Refusals
 from clusterddp.node.log import log_line
 from clusterddp.node.rank_starter import Ended, Launch, Lost, Started, Update
-from clusterddp.places.slurm.task import MAX_PACKET, peer_of
+from clusterddp.node.stack_hook import peer_of
+from clusterddp.places.slurm.task import MAX_PACKET
 from clusterddp.ranks.environment import GPU, USERS
 
 _UNLESS_SET = frozenset({"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"})

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
 import threading
 from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.node.stack_hook import read_collectives, read_threads
+from clusterddp.node.rank_probe import AskedRank
+from clusterddp.node.stack_hook import read_collectives, read_threads, socket_name
+from tests.support.waiting import wait_until
 
 RECORDED = {
     "pg_status": {
@@ -62,3 +66,40 @@ def test_each_thread_is_listed_but_the_one_that_asks():
     assert main["name"] == "MainThread"
     assert any(function.endswith("listed_but_the_one_that_asks") for _, _, function in main["frames"])
     assert "asks" not in [each["name"] for each in asked[0]]
+
+
+ANSWERS = """
+import os, socket, sys
+os.setuid(int(sys.argv[1]))
+listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+listener.bind(sys.argv[2].replace("@", chr(0)))
+listener.listen()
+print("listens", flush=True)
+connection = listener.accept()[0]
+heard = connection.recv(1)
+if heard:
+    thread = b'{"main": true, "name": "M", "frames": [["/etc/hostname", 1, "f"]]}'
+    connection.sendall(b'{"threads": [' + thread + b'], "collectives": {}}')
+print(len(heard), flush=True)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="starts a process of another user")
+@pytest.mark.parametrize(("uid", "is_believed"), [(0, True), (65534, False)])
+def test_a_listener_of_another_user_is_told_nothing_and_not_believed(uid: int, is_believed: bool) -> None:
+    key = os.urandom(8).hex()
+    name = socket_name(key).replace("\0", "@")
+    with subprocess.Popen(
+        [sys.executable, "-c", ANSWERS, str(uid), name], stdout=subprocess.PIPE, text=True
+    ) as listener:
+        assert listener.stdout is not None
+        assert listener.stdout.readline() == "listens\n"
+        asked = AskedRank(key)
+
+        def is_done() -> bool:
+            asked.step()
+            return asked.done
+
+        wait_until(is_done)
+        assert listener.stdout.readline() == f"{int(is_believed)}\n"
+    assert (asked.answer is not None) == is_believed
