@@ -16,7 +16,6 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.facts.checks import Check
-    from clusterddp.spec.layers import Override
     from clusterddp.spec.load import ResolvedSpec
 
 _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
@@ -72,22 +71,16 @@ def doctor(
     clusterddp doctor job.yaml --hosts gpu01,gpu02         over SSH: the hosts, and the network between them
     clusterddp doctor job.yaml --deep      what the ranks of the spec can do there, on any launcher
     """
-    resolved = _load(spec, overrides, profile, terminal, flags=place.flags, hosts=place.read_hosts())
-    _refuse_combinations(resolved, depth)
-    if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal.environ)):
-        return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
-    checks, more = _check(resolved, depth, terminal, runs_dir)
-    return _show(checks, output, **more)
+    from clusterddp.facts.checks import is_healthy, to_json
+    from clusterddp.spec.load import load_spec
 
-
-COMMANDS = {"doctor": doctor}
-
-
-def _refuse_combinations(resolved: ResolvedSpec | None, depth: Depth) -> None:
-    """Refuse options that do not go together.
-
-    Raises: UsageError.
-    """
+    flags, hosts = place.flags, place.read_hosts()
+    if spec is None and (flags or hosts):
+        raise UsageError("these options are about a spec, and there is none", hint="clusterddp doctor SPEC ...")
+    resolved = None
+    if spec is not None:
+        environ = terminal.environ
+        resolved = load_spec(Path(spec), overrides, profile=profile, environ=environ, flags=flags, hosts=hosts)
     if depth.deep and resolved is None:
         raise UsageError("--deep lets the ranks of a spec measure: give a SPEC", hint="clusterddp doctor SPEC --deep")
     if depth.with_job and not depth.deep and resolved is not None and resolved.job.launcher == "ssh":
@@ -95,6 +88,17 @@ def _refuse_combinations(resolved: ResolvedSpec | None, depth: Depth) -> None:
             "--job looks at nodes of a Slurm cluster, and this spec runs over SSH",
             hint="without --job doctor looks at its hosts; --deep lets its ranks measure",
         )
+    if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal.environ)):
+        return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
+    checks, more = _check(resolved, depth, terminal, runs_dir)
+    if output == "json":
+        put_json({"healthy": is_healthy(checks), "checks": to_json(checks), **more})
+    else:
+        put("\n".join(check_lines(checks)))
+    return 0 if is_healthy(checks) else PreflightError.exit_code
+
+
+COMMANDS = {"doctor": doctor}
 
 
 def _check(
@@ -118,17 +122,6 @@ def _check(
     return checks, {}
 
 
-def _show(checks: list[Check], output: str, **more: Any) -> int:
-    """Print the checks, and return the exit code."""
-    from clusterddp.facts.checks import is_healthy, to_json
-
-    if output == "json":
-        put_json({"healthy": is_healthy(checks), "checks": to_json(checks), **more})
-    else:
-        put("\n".join(check_lines(checks)))
-    return 0 if is_healthy(checks) else PreflightError.exit_code
-
-
 def check_lines(checks: list[Check]) -> list[str]:
     """Lay out checks as one table, red ones first; the fix is below each row."""
     from clusterddp.facts.checks import rows
@@ -146,21 +139,3 @@ def check_lines(checks: list[Check]) -> list[str]:
         if row.result.fix and row.result.level != "ok":
             result.append(f"      {click.style('fix:', bold=True)} {printable(row.result.fix)}")
     return result
-
-
-def _load(
-    spec: str | None,
-    overrides: tuple[str, ...],
-    profile: str | None,
-    terminal: Terminal,
-    *,
-    flags: dict[str, str],
-    hosts: Override | None,
-) -> ResolvedSpec | None:
-    if spec is None:
-        if flags or hosts:
-            raise UsageError("these options are about a spec, and there is none", hint="clusterddp doctor SPEC ...")
-        return None
-    from clusterddp.spec.load import load_spec
-
-    return load_spec(Path(spec), overrides, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import NoReturn
 
 import click
 
@@ -14,9 +14,6 @@ from clusterddp.cli.terminal import Terminal
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
-
-if TYPE_CHECKING:
-    from clusterddp.run.record import RankRecord
 
 _SHELL = ("/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}"')
 
@@ -41,33 +38,14 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
     """
     from clusterddp.places.registry import launcher_named
     from clusterddp.places.slurm.commands import slurm_environment
+    from clusterddp.places.ssh.sync import Synchroniser
+    from clusterddp.places.state import read_state
     from clusterddp.planning.processes import python_path
-    from clusterddp.run.record import read_run
+    from clusterddp.run.record import read_rank, read_run
+    from clusterddp.run.state import RunState
 
     run = RunDir(find_run(runs_dir, name).path.absolute())
     record = read_run(run)
-    attempt, beside = _find_running(run, rank, terminal)
-    launcher = launcher_named(record.launcher, terminal.environ)
-    words = [str(attempt), str(rank), *(argv or _SHELL)]
-    started = launcher.exec_argv(run, record, beside, words, terminal=os.isatty(0))
-    os.chdir(run.launcher_dir)  # no file there hides a module of Python's
-    try:
-        os.execvpe(started[0], started, slurm_environment(terminal.environ) | python_path(terminal.environ))
-    except FileNotFoundError as error:
-        raise ClusterddpError(f"there is no {started[0]} on PATH") from error
-
-
-def _find_running(run: RunDir, rank: int, terminal: Terminal) -> tuple[int, RankRecord]:
-    """Find a running rank; return the number of its attempt, too.
-
-    Raises: UsageError: it does not run, or the run is another user's. PreflightError: its machine or Slurm does not
-    answer.
-    """
-    from clusterddp.places.ssh.sync import Synchroniser
-    from clusterddp.places.state import read_state
-    from clusterddp.run.record import read_rank
-    from clusterddp.run.state import RunState
-
     if os.stat(run.path).st_uid != os.geteuid():  # root, too, would start the command as another user than the rank's
         raise UsageError(f"{run.name} is another user's; a command runs beside your own ranks only")
     with Synchroniser([run], terminal.environ, interval_s=0.5) as sync:
@@ -80,10 +58,17 @@ def _find_running(run: RunDir, rank: int, terminal: Terminal) -> tuple[int, Rank
         if view.finished:
             hint = f"clusterddp logs {run.name} shows what it wrote; clusterddp submit {run.name} starts it again"
         raise UsageError(f"{run.name} has no running rank: it is {view.state.value}", hint=hint)
-    record = read_rank(run.attempt(view.attempt), rank)
-    if record is None or record.ended is not None:
+    beside = read_rank(run.attempt(view.attempt), rank)
+    if beside is None or beside.ended is not None:
         raise UsageError(f"{run.name}: rank {rank} does not run", hint=f"clusterddp status {run.name}")
-    return view.attempt, record
+    launcher = launcher_named(record.launcher, terminal.environ)
+    words = [str(view.attempt), str(rank), *(argv or _SHELL)]
+    started = launcher.exec_argv(run, record, beside, words, terminal=os.isatty(0))
+    os.chdir(run.launcher_dir)  # no file there hides a module of Python's
+    try:
+        os.execvpe(started[0], started, slurm_environment(terminal.environ) | python_path(terminal.environ))
+    except FileNotFoundError as error:
+        raise ClusterddpError(f"there is no {started[0]} on PATH") from error
 
 
 COMMANDS = {"exec": exec_}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from typing import TYPE_CHECKING, BinaryIO, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, json_text, say, writing_stdout
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
@@ -15,10 +15,8 @@ from clusterddp.system.units import format_count
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from clusterddp.run.state import RunView
-    from clusterddp.view.logs import LogPiece, LogQuery, NewAttempt
+    from clusterddp.view.logs import LogPiece, LogQuery
 
 _LOOK_EVERY_S = 1.0
 
@@ -39,7 +37,7 @@ def write_logs(
 
     `escape` None: escape control characters when the stream is a terminal. `as_json`: each line is an object.
     """
-    from clusterddp.view.logs import LogQuery, follow_logs, format_piece, json_piece, read_logs
+    from clusterddp.view.logs import LogPiece, LogQuery, NewAttempt, follow_logs, format_piece, json_piece, read_logs
 
     query = query or LogQuery()
     chosen = _fetch_logs(run, ranks, sync, query, follow=follow)
@@ -52,40 +50,27 @@ def write_logs(
             return json_text(json_piece(piece), indent=None).encode() + b"\n"
         return format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps)
 
+    out, last = stream.buffer, b""
     with contextlib.closing(StateLine(run, terminal)) as state_line:
-        last = _write_pieces(pieces, spell, stream.buffer, state_line)
+        for piece in pieces:
+            if piece is None:  # no more output now
+                with writing_stdout():
+                    out.flush()
+                if not last or last.endswith(b"\n"):
+                    state_line.show()
+                continue
+            state_line.remove(printed=isinstance(piece, LogPiece))
+            if isinstance(piece, NewAttempt):
+                say(f"attempt {piece.number} of {run.name} starts")
+            else:
+                last = piece.data
+                with writing_stdout():
+                    out.write(spell(piece))
+        with writing_stdout():
+            out.flush()
     if escape and last and not last.endswith((b"\n", b"\r")):
         say()  # the next message begins on a line of its own
     return bool(last)
-
-
-def _write_pieces(
-    pieces: Iterable[LogPiece | NewAttempt | None],
-    spell: Callable[[LogPiece], bytes],
-    out: BinaryIO,
-    state_line: StateLine,
-) -> bytes:
-    """Write pieces as they come, and the state while there are none; return the last one."""
-    from clusterddp.view.logs import LogPiece, NewAttempt
-
-    last = b""
-    for piece in pieces:
-        if piece is None:  # no more output now
-            with writing_stdout():
-                out.flush()
-            if not last or last.endswith(b"\n"):
-                state_line.show()
-            continue
-        state_line.remove(printed=isinstance(piece, LogPiece))
-        if isinstance(piece, NewAttempt):
-            say(f"attempt {piece.number} of {state_line.run.name} starts")
-        else:
-            last = piece.data
-            with writing_stdout():
-                out.write(spell(piece))
-    with writing_stdout():
-        out.flush()
-    return last
 
 
 class StateLine:

@@ -114,13 +114,11 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
             return function(**values)
         if profile is not None:
             return _run_same(demand_node(profile, terminal.environ), context, {})
-        if values.get("names"):
+        if values.get("names") or values.get("name") is not None:
             return _run_where_they_are(function, context, values)
-        if values.get("name") is None:
-            result = function(**values)
-            _say_runs_elsewhere(values["runs_dir"], quiet=values.get("output") == "json")
-            return result
-        return _run_where_it_is(function, context, values)
+        result = function(**values)
+        _say_runs_elsewhere(values["runs_dir"], quiet=values.get("output") == "json")
+        return result
 
     return profile_option(decide)
 
@@ -304,28 +302,16 @@ def _run(
     raise SshError(node.login.host, "ask", found, hint=hint, dropped=True)
 
 
-def _run_where_it_is(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> Any:
-    """Run a command about one run."""
-    if sent := find_sent_run(values["runs_dir"], values["name"]):
-        return _run_same(sent.node(context.obj.environ), context, {"name": sent.name_there(values["name"])})
-    try:
-        return function(**values)
-    except RunNotFoundError:
-        node = find_node(None, context.obj.environ)
-        if node is None:
-            raise
-    return _run_same(node, context, {})
-
-
 def _run_where_they_are(function: Callable[..., Any], context: click.Context, values: dict[str, Any]) -> int:
-    """Run a command about several runs, here and on login nodes; return the worst exit code."""
+    """Run a command about a run or several, here and on login nodes; return the worst exit code."""
     runs_dir, codes = values["runs_dir"], list[int]()
-    places = _places_of(values["names"], runs_dir, context.obj.environ)
+    places = _places_of(values.get("names") or [values["name"]], runs_dir, context.obj.environ)
     for node, names in sorted(places, key=lambda place: place[0] is None):
+        named = {"names": names} if "names" in values else {"name": names[0]}
         if node is None:
-            codes.append(function(**values | {"names": names}))
+            codes.append(function(**values | named) or 0)
             continue
-        codes.append(_run_same(node, context, {"names": names}))
+        codes.append(_run_same(node, context, named))
         if context.info_name == "rm" and not values["dry_run"] and not codes[-1]:
             for name in names:
                 if _NAME.fullmatch(name):

@@ -100,7 +100,9 @@ def submit(
     if is_run(spec, options.runs_dir):
         if smoke_test or sweep:
             raise UsageError(f"{spec}: --{'sweep' if sweep else 'smoke-test'} takes the file of a spec, not a run")
-        return _submit_again(terminal, str(spec), overrides=overrides, place=place, options=options, profile=profile)
+        if there := node_of_all([str(spec)], options.runs_dir, profile, terminal.environ):
+            return submit_again_at_login(there[0], there[1][0])
+        return _submit_again(terminal, str(spec), overrides, place, options)
     flags, hosts = place.flags, place.read_hosts()
     read = load_sweep(spec, overrides, sweep=sweep, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
     if smoke_test and read.keys:
@@ -118,21 +120,18 @@ def submit(
 
 
 def _submit_again(
-    terminal: Terminal,
-    name: str,
-    *,
-    overrides: tuple[str, ...],
-    place: Place,
-    options: StartOptions,
-    profile: str | None,
+    terminal: Terminal, name: str, overrides: tuple[str, ...], place: Place, options: StartOptions
 ) -> int:
-    """Start the spec of an earlier run again, where that one was started."""
+    """Start the spec of an earlier run again. A spec's name is none: a file of it may be meant, without its ending."""
     from clusterddp.spec.load import load_spec
 
-    if there := node_of_all([name], options.runs_dir, profile, terminal.environ):
-        node, (name_there,) = there
-        return submit_again_at_login(node, name_there)
-    parent = _find_parent(options.runs_dir, name)
+    try:
+        parent = find_run(options.runs_dir, name)
+    except RunNotFoundError as error:
+        raise UsageError(f"{name}: no such file, and {error.message}", hint=error.hint) from None
+    if name != "@last" and os.sep not in name and not parent.name.startswith(name):
+        hint = f"its newest run is {parent.name}"
+        raise UsageError(f"{name} is the name of a spec, not of a file or a run", hint=hint)
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
@@ -140,17 +139,6 @@ def _submit_again(
     with _starting():
         plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name)
     return _carry_out(plan, terminal, options)
-
-
-def _find_parent(runs_dir: Path, name: str) -> RunDir:
-    """Find the run of a name. A spec's name is none: a file of it may be meant, whose ending was left out."""
-    try:
-        run = find_run(runs_dir, name)
-    except RunNotFoundError as error:
-        raise UsageError(f"{name}: no such file, and {error.message}", hint=error.hint) from None
-    if name != "@last" and os.sep not in name and not run.name.startswith(name):
-        raise UsageError(f"{name} is the name of a spec, not of a file or a run", hint=f"its newest run is {run.name}")
-    return run
 
 
 @command("resume")

@@ -38,28 +38,6 @@ _ETHTOOL, _ETHTOOL_SETTINGS, _WIRELESS_NAME = 0x8946, 0x1, 0x8B01
 _UNKNOWN_SPEEDS = {0, 0xFFFF, 0xFFFFFFFF}
 
 
-def _dump_links() -> dict[int, dict[str, Any]]:
-    """List the interfaces by number: name, kind ("" for a network card), mtu, up, loopback, infiniband.
-
-    `up`: it is switched on and its cable, if any, is connected.
-    Raises: OSError.
-    """
-    links = {}
-    for body in _dump(_GET_LINKS, _LINK.pack(0, 0, 0, 0, 0)):
-        _, hardware, index, flags, _ = _LINK.unpack_from(body)
-        attributes = _attributes(body[_LINK.size :])
-        info = _attributes(attributes.get(_LINK_INFO, b""))
-        links[index] = {
-            "name": _text(attributes[_LINK_NAME]),
-            "kind": _text(info.get(_INFO_KIND, b"")),
-            "mtu": struct.unpack("=I", attributes[_LINK_MTU])[0],
-            "up": flags & _UP != 0 and flags & _RUNNING != 0,
-            "loopback": flags & _LOOPBACK != 0,
-            "infiniband": hardware == _INFINIBAND,
-        }
-    return links
-
-
 def read_addresses() -> Iterator[tuple[int, str, int, bool]]:
     """List the addresses: number of the interface, address, prefix length, and whether it is permanent.
 
@@ -314,11 +292,19 @@ def _read_linux_links() -> Iterator[Link]:
     addresses: dict[int, list[LinkAddress]] = {}
     for index, address, prefix, lasting in read_addresses():
         addresses.setdefault(index, []).append(LinkAddress(address=address, prefix=prefix, lasting=lasting))
-    for index, facts in _dump_links().items():
+    for body in _dump(_GET_LINKS, _LINK.pack(0, 0, 0, 0, 0)):
+        _, hardware, index, flags, _ = _LINK.unpack_from(body)
+        attributes = _attributes(body[_LINK.size :])
+        name, info = _text(attributes[_LINK_NAME]), _attributes(attributes.get(_LINK_INFO, b""))
         yield Link(
-            **facts,
-            speed_mbit_per_s=read_speed(facts["name"]),
-            wireless=is_wireless(facts["name"]),
+            name=name,
+            kind=_text(info.get(_INFO_KIND, b"")),
+            mtu=struct.unpack("=I", attributes[_LINK_MTU])[0],
+            up=flags & _UP != 0 and flags & _RUNNING != 0,
+            loopback=flags & _LOOPBACK != 0,
+            infiniband=hardware == _INFINIBAND,
+            speed_mbit_per_s=read_speed(name),
+            wireless=is_wireless(name),
             addresses=tuple(addresses.get(index, ())),
         )
 

@@ -76,7 +76,11 @@ def run_rank(run_dir: str) -> None:
         _record_end(0)
     finally:
         drop_unwritten_output()
-        _ignore_late_signals()
+        if "CLUSTERDDP_STOP_FILE" in os.environ:
+            # Python resets its handlers before it exits. A batch system's SIGTERM on this host may come after the gang
+            # has stopped because of another host's.
+            for number in (signal.SIGUSR2, signal.SIGTERM):
+                signal.signal(number, signal.SIG_IGN)
         if "torch.distributed" in sys.modules:
             from clusterddp.network.gloo import await_gloo_threads
 
@@ -153,16 +157,6 @@ def _import_first() -> None:
         # The entry's own import reports it, in a new process: torch cannot be imported twice.
         os.execv(sys.executable, sys.orig_argv)  # the same process
     gc.enable()
-
-
-def _ignore_late_signals() -> None:
-    """Ignore stop signals after the entry has ended: Python resets its handlers before it exits.
-
-    A batch system's SIGTERM on this host may come after the gang has stopped because of another host's.
-    """
-    if "CLUSTERDDP_STOP_FILE" in os.environ:
-        for number in (signal.SIGUSR2, signal.SIGTERM):
-            signal.signal(number, signal.SIG_IGN)
 
 
 def drop_unwritten_output() -> None:

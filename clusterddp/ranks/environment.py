@@ -151,36 +151,35 @@ def entry_environment(
 ) -> dict[str, str | None]:
     """Compute how a rank's environment changes for its entry: name -> value; None removes the variable.
 
-    `spawns`: the ranks that the entry itself starts on each node, where it does.
+    `spawns`: the ranks that the entry itself starts on each node, where it does. RANK and WORLD_SIZE then count
+    machines, as in pytorch/examples' imagenet and Kubeflow, or processes (RANK is that of the first one here).
+    torchrun reads PET_*.
     """
     directories = {DATA_DIR: data_dir, OUTPUT_DIR: output_dir, CODE_DIR: code_dir}
     changes: dict[str, str | None] = {INIT_METHOD: init_method(init, environ)}
     changes |= {name: value for name, value in directories.items() if value is not None}
-    return changes | (_for_owner_of_ranks(environ, spawns, counts) if spawns else {})
-
-
-def _for_owner_of_ranks(environ: Mapping[str, str], spawns: Sequence[int], counts: Counts) -> dict[str, str | None]:
-    """Compute the variables of a program that is started once per machine and starts its ranks there itself.
-
-    RANK and WORLD_SIZE count machines, as in pytorch/examples' imagenet and Kubeflow, or processes (RANK is then that
-    of the first one here). torchrun reads PET_*.
-    """
+    if not spawns:
+        return changes
     node_rank = int(environ.get("NODE_RANK") or environ.get("GROUP_RANK") or environ.get("RANK") or 0)
     here, before = spawns[node_rank], sum(spawns[:node_rank])
     rank, world_size = (node_rank, len(spawns)) if counts == "machines" else (before, sum(spawns))
-    return dict.fromkeys(_OF_TORCHRUNS_RANKS) | {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world_size),
-        "LOCAL_WORLD_SIZE": str(here),
-        "NODE_RANK": str(node_rank),
-        "GROUP_RANK": str(node_rank),
-        "GROUP_WORLD_SIZE": str(len(spawns)),
-        "PET_NODE_RANK": str(node_rank),
-        "PET_NNODES": str(len(spawns)),
-        "PET_NPROC_PER_NODE": str(here),
-        "PET_MASTER_ADDR": environ.get("MASTER_ADDR", ""),
-        "PET_MASTER_PORT": str(environ.get("MASTER_PORT", "")),
-    }
+    return (
+        changes
+        | dict.fromkeys(_OF_TORCHRUNS_RANKS)
+        | {
+            "RANK": str(rank),
+            "WORLD_SIZE": str(world_size),
+            "LOCAL_WORLD_SIZE": str(here),
+            "NODE_RANK": str(node_rank),
+            "GROUP_RANK": str(node_rank),
+            "GROUP_WORLD_SIZE": str(len(spawns)),
+            "PET_NODE_RANK": str(node_rank),
+            "PET_NNODES": str(len(spawns)),
+            "PET_NPROC_PER_NODE": str(here),
+            "PET_MASTER_ADDR": environ.get("MASTER_ADDR", ""),
+            "PET_MASTER_PORT": str(environ.get("MASTER_PORT", "")),
+        }
+    )
 
 
 VARIABLES = {

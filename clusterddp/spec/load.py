@@ -138,10 +138,18 @@ def read_layers(
     text = decode(data, name)
     spec = parse(text, name)
     problems: list[Problem] = []
-    if whole:
-        below, shared = Mapping(place=spec.place), SharedFiles()
-    else:
-        below, shared = _read_layers_below(environ, profile, path, problems)
+    below, shared = Mapping(place=spec.place if whole else Place(source="")), SharedFiles()
+    if not whole:  # a spec without a file is as one in the working directory
+        shared = read_shared_files(environ, path.absolute().parent if path else Path.cwd(), spec=path)
+        files = (shared.site, shared.project)
+        site, project = (with_one_spelling(file.tree, problems) if file else None for file in files)
+        for shared_tree in filter(None, (site, project)):
+            problems += refusals(shared_tree, is_project=shared_tree is project)
+        chosen = read_profile(environ, profile)
+        of_profile = with_one_spelling(chosen, problems) if chosen is not None else None
+        # A profile that the command names overrides the project file; the default profile does not.
+        layers = [site, of_profile, project] if profile is None else [site, project, of_profile]
+        below = functools.reduce(merge, [layer for layer in layers if layer is not None], below)
     known = with_one_spelling(spec, problems, stored=whole)
     from_environment, found = parse_environment(environ)
     problems += found
@@ -186,24 +194,6 @@ def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapp
         name, level = next(iter(level.entries.items()))
         path.append(name)
     return without(tree, tuple(path)) if len(path) == len(override.path) else tree
-
-
-def _read_layers_below(
-    environ: Map[str, str], profile: str | None, spec: Path | None, problems: list[Problem]
-) -> tuple[Mapping, SharedFiles]:
-    """Read and merge what the spec at `spec` is laid over; None: a spec without a file, in the working directory.
-
-    A profile that the command names overrides the project file; the default profile does not.
-    """
-    shared = read_shared_files(environ, spec.absolute().parent if spec else Path.cwd(), spec=spec)
-    site, project = (with_one_spelling(file.tree, problems) if file else None for file in (shared.site, shared.project))
-    for tree in filter(None, (site, project)):
-        problems += refusals(tree, is_project=tree is project)
-    chosen = read_profile(environ, profile)
-    of_profile = with_one_spelling(chosen, problems) if chosen is not None else None
-    layers = [site, of_profile, project] if profile is None else [site, project, of_profile]
-    tree = functools.reduce(merge, [layer for layer in layers if layer is not None], Mapping(place=Place(source="")))
-    return tree, shared
 
 
 def read_shared_values(environ: Map[str, str], spec: Path) -> dict[str, Node]:

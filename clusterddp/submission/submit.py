@@ -88,7 +88,15 @@ def resume(
     if check is not None:
         check()
     if not overrides:  # with some, the whole spec is read anew
-        _refuse_removed_values(run, environ)
+        from clusterddp.spec.load import load_spec
+
+        try:
+            load_spec(run.spec, environ=environ, whole=True)
+        except SpecError as error:  # it has a value that only earlier versions took: its ranks would fail
+            first = error.problems[0]
+            hint = f"clusterddp resume {run.name} {first.key}=VALUE goes on with another value"
+            hint += f"; {first.hint}" if first.hint else ""
+            raise UsageError(f"{run.name}: {first.key}: {first.message}", hint=hint) from error
     clear_away(run, record, environ)  # first: leftover processes may hold the run's GPUs
     plan = plan_again(run, environ, overrides)
     check_secrets(plan.secrets, environ)
@@ -97,24 +105,6 @@ def resume(
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
     return start_attempt(run, number, report)
-
-
-def _refuse_removed_values(run: RunDir, environ: Mapping[str, str]) -> None:
-    """Refuse a run whose spec has a value that only earlier versions took: its ranks would fail.
-
-    Raises: UsageError: the spec has one.
-    """
-    from clusterddp.spec.load import load_spec
-
-    try:
-        load_spec(run.spec, environ=environ, whole=True)
-    except SpecError as error:
-        first = error.problems[0]
-        raise UsageError(
-            f"{run.name}: {first.key}: {first.message}",
-            hint=f"clusterddp resume {run.name} {first.key}=VALUE goes on with another value"
-            + (f"; {first.hint}" if first.hint else ""),
-        ) from error
 
 
 def refuse_foreign(run: RunDir) -> None:

@@ -141,8 +141,13 @@ def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> Sweep
         kind = _kind(variant.resolved.job)
         if kind not in planned:
             planned[kind] = plan_one(variant.resolved)
-            _check_code(planned[kind], next(iter(planned.values())), variant.label)
         base = next(iter(planned.values()))
+        if planned[kind].snapshot != base.snapshot:
+            kept = base.snapshot["root"] if base.snapshot else "none"
+            raise UsageError(
+                f"{variant.label}: its code is not in the snapshot that the runs of a sweep share (of {kept})",
+                hint="keep the programs in one git repository, or set snapshot=false",
+            )
         run_dir = base.runs_dir / base.run / f"{base.run}.{index}"
         runs.append(_with_values(planned[kind], variant.resolved, run_dir=run_dir, token=secrets.token_hex(16)))
     path, token = runs[0].runs_dir, secrets.token_hex(16)
@@ -162,19 +167,6 @@ def _kind(job: JobSpec) -> str:
     """Return a text that is the same for variants that can share one planning."""
     entry = job.entry.model_copy(update={"args": ()}).model_dump_json() if job.entry else ""
     return f"{entry} {job.network.model_dump_json()}"
-
-
-def _check_code(plan: Plan, first: Plan, label: str) -> None:
-    """Check that one snapshot of the code contains all programs of a sweep.
-
-    Raises: UsageError: it does not.
-    """
-    if plan.snapshot != first.snapshot:
-        kept = first.snapshot["root"] if first.snapshot else "none"
-        raise UsageError(
-            f"{label}: its code is not in the snapshot that the runs of a sweep share (of {kept})",
-            hint="keep the programs in one git repository, or set snapshot=false",
-        )
 
 
 def _beside_others(plan: Plan, throttle: int | None) -> Plan:

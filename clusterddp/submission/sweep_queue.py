@@ -128,7 +128,7 @@ def submit_to_queue(sweep: SweepDir, environ: Mapping[str, str]) -> Submitted:
     Raises: ClusterddpError: nothing is left of the sweep.
     """
     try:
-        return _started(sweep, sweep.runs(), environ)
+        return _start_queue(sweep, sweep.runs(), environ)
     except BaseException:  # an interrupted submit leaves no runs
         with contextlib.suppress(ClusterddpError):
             cancel_queued(sweep, environ)
@@ -158,7 +158,7 @@ def resume_sweep(sweep: SweepDir) -> Submitted:
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     for run in left:
         queue_again(run, views[run])
-    return _started(sweep, left, environ)
+    return _start_queue(sweep, left, environ)
 
 
 def cancel_queued(sweep: SweepDir, environ: Mapping[str, str], *, save: bool = False) -> str:
@@ -188,20 +188,12 @@ def cancel_queued(sweep: SweepDir, environ: Mapping[str, str], *, save: bool = F
     return f"ended: {states}" if going or waited else f"has already ended: {states}"
 
 
-def _started(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) -> Submitted:
-    record = read_sweep(sweep)
-    pid = _start_queue(sweep, environ)
-    write_sweep(sweep, dataclasses.replace(record, job_id=str(pid)))
-    names = tuple(run.name for run in runs)
-    return Submitted(run=sweep.name, launcher=record.launcher, job_id=str(pid), run_dir=sweep.path, runs=names)
+def _start_queue(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]) -> Submitted:
+    """Start the queue, which outlives this process; it inherits the lock, so there is never a second one.
 
-
-def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:
-    """Start the queue, which outlives this process, and return its pid.
-
-    It inherits the lock, so there is never a second one.
     Raises: UsageError: a queue runs already. ClusterddpError: it did not start.
     """
+    record = read_sweep(sweep)
     environment = process_environment("", environ)
     # Without a cookie: the cleanup after a run must not kill the queue.
     environment.pop(COOKIE)
@@ -227,7 +219,9 @@ def _start_queue(sweep: SweepDir, environ: Mapping[str, str]) -> int:
             process.wait()
             write_queue(sweep, dataclasses.replace(starting, ended=time.time(), why="it did not start"))
             raise
-    return process.pid
+    job_id, names = str(process.pid), tuple(run.name for run in runs)
+    write_sweep(sweep, dataclasses.replace(record, job_id=job_id))
+    return Submitted(run=sweep.name, launcher=record.launcher, job_id=job_id, run_dir=sweep.path, runs=names)
 
 
 def _await_queue(sweep: SweepDir, process: subprocess.Popen[bytes]) -> None:

@@ -93,32 +93,21 @@ def upload_run(
     """
     uploader = Uploader(sessions=sessions, watch=watch)
     if code is not None:
-        upload_code(uploader, code.name, lambda: list_files(code))
-    notes = [note for source, target in send for note in upload_data(source, target, uploader)]
-    return Uploaded(sent_bytes=uploader.sent_bytes, notes=tuple(notes))
-
-
-def upload_code(uploader: Uploader, digest: str, list_code: Callable[[], FileSet]) -> None:
-    """Upload code to the hosts that lack it; `list_code` lists its files then.
-
-    Raises: ClusterddpError: it cannot be read, or changes. SshError, PreflightError: of the hosts.
-    """
-
-    archive: Archive | None = None
-
-    def lacking(hosts: Iterable[str]) -> dict[str, Archive]:
-        nonlocal archive
+        digest, archives = code.name, list[Archive]()
 
         def is_missing(host: str) -> bool:
-            reply = uploader.sessions[host].ask("store.compare", {"sum": digest}, timeout_s=UPLOAD_TIMEOUT_S)
+            reply = sessions[host].ask("store.compare", {"sum": digest}, timeout_s=UPLOAD_TIMEOUT_S)
             return bool(reply.facts["missing"])
 
-        needy = [host for host, missing in uploader.at_all(hosts, is_missing).items() if missing]
-        if needy and archive is None:
-            archive = Archive(files=list_code())
-        return {host: archive for host in needy if archive is not None}
+        def lacking(hosts: Iterable[str]) -> dict[str, Archive]:
+            needy = [host for host, missing in uploader.at_all(hosts, is_missing).items() if missing]
+            if needy and not archives:
+                archives.append(Archive(files=list_files(code)))
+            return dict.fromkeys(needy, archives[0])
 
-    uploader.spread(lacking, {"sum": digest})
+        uploader.spread(lacking, {"sum": digest})
+    notes = [note for source, target in send for note in upload_data(source, target, uploader)]
+    return Uploaded(sent_bytes=uploader.sent_bytes, notes=tuple(notes))
 
 
 def upload_data(path: str, target: str, uploader: Uploader) -> list[str]:

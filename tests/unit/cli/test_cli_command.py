@@ -102,7 +102,7 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
         (["submit"], "missing argument 'SPEC|RUN'"),
         (["cancel"], "missing argument 'RUN...'"),
         (["frobnicate"], 'no such command "frobnicate"'),
-        (["list", "--state", "DEAD"], '"DEAD" is none of PENDING, RUNNING'),
+        (["list", "--state", "DEAD"], "'DEAD' is not one of 'pending', 'running'"),
     ],
 )
 def test_wrong_usage_is_reported_with_exit_code_two(

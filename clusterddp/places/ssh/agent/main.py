@@ -52,21 +52,14 @@ def serve(root: str, package: str, patience_s: int) -> None:
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
     while True:
-        if not is_asked(requests, host.patience_s):
+        # A host that was suspended looks once more: a request, or the end of the connection, may have come meanwhile.
+        if not any(select.select([requests], [], [], wait_s)[0] for wait_s in (host.patience_s, 0)):
             os.kill(os.getpid(), signal.SIGALRM)
         signal.alarm(host.patience_s)
         line = requests.readline()
         if not line:
             return
         answer_one(host, line, requests, answers)
-
-
-def is_asked(requests: BinaryIO, patience_s: float) -> bool:
-    """Wait for a request, or the end of the connection; False: none has come.
-
-    A host that was suspended looks once more: the request may have come meanwhile.
-    """
-    return any(select.select([requests], [], [], wait_s)[0] for wait_s in (patience_s, 0))
 
 
 def answer_one(host: Host, line: bytes, requests: BinaryIO, answers: BinaryIO) -> None:

@@ -42,11 +42,42 @@ Verdict = Literal["same", "absent", "unsure", "changed", "other"]
 
 
 def compare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any] | Reply:
-    """Return what is missing: whether code with a `sum`, or which entries of a listing of data for a `target`."""
-    if request["sum"] is None:
-        return _compare_data(open_place(host, request["target"] or ""), body)
-    missing, place = lacks_code(host, request["sum"]), str(find_code(host.root, request["sum"]))
-    return {"missing": missing, "place": place, "in_the_way": [], "stale": [], "stale_count": 0}
+    """Return what is missing: whether code with a `sum`, or which entries of a listing of data for a `target`.
+
+    Of a listing (JSON) it has the numbers of its entries by verdict; `changed` and `other` name what is there, too:
+    hosts that share it name the same.
+    """
+    if request["sum"] is not None:
+        missing, code = lacks_code(host, request["sum"]), str(find_code(host.root, request["sum"]))
+        return {"missing": missing, "place": code, "in_the_way": [], "stale": [], "stale_count": 0}
+    place = open_place(host, request["target"] or "")
+    before = dict(place.known)
+    numbers: dict[str, list[int]] = {"absent": [], "unsure": []}
+    named: dict[str, dict[str, str]] = {"changed": {}, "other": {}}
+    ways: list[str] = []
+    names = set()
+    with refusing_disk(place.path, 0):
+        for number, entry in enumerate(from_json(read_value(body.read_all()))):
+            names.add(entry.name)
+            verdict = place.judge(entry)
+            if verdict in numbers:
+                numbers[verdict].append(number)
+            elif verdict in named:
+                named[verdict][str(number)] = _identify(place, entry)
+            if verdict == "other" and len(ways) < 3:
+                ways.append(_describe(place, entry))
+    if place.known != before:
+        place.save()
+    stale = sorted(show(name) for name, known in place.known.items() if known.by_us and name not in names)
+    answer = json.dumps(numbers | named).encode()
+    facts = {
+        "missing": bool(numbers["absent"]),
+        "place": show(os.fsencode(place.path)),
+        "in_the_way": ways,
+        "stale": stale[:3],
+        "stale_count": len(stale),
+    }
+    return Reply(facts=facts, chunks=[answer], size=len(answer))
 
 
 def lacks_code(host: Host, digest: str) -> bool:
@@ -244,40 +275,6 @@ def refusing_disk(place: Path, needed_bytes: int) -> Iterator[None]:
         yield
     except OSError as error:
         raise _explain(error, place, existing, needed_bytes) from error
-
-
-def _compare_data(place: Place, body: Body) -> Reply:
-    """Compare a listing (JSON) with what is at a place: return the numbers of its entries by verdict.
-
-    `changed` and `other` name what is there, too: hosts that share it name the same.
-    """
-    before = dict(place.known)
-    numbers: dict[str, list[int]] = {"absent": [], "unsure": []}
-    named: dict[str, dict[str, str]] = {"changed": {}, "other": {}}
-    ways: list[str] = []
-    names = set()
-    with refusing_disk(place.path, 0):
-        for number, entry in enumerate(from_json(read_value(body.read_all()))):
-            names.add(entry.name)
-            verdict = place.judge(entry)
-            if verdict in numbers:
-                numbers[verdict].append(number)
-            elif verdict in named:
-                named[verdict][str(number)] = _identify(place, entry)
-            if verdict == "other" and len(ways) < 3:
-                ways.append(_describe(place, entry))
-    if place.known != before:
-        place.save()
-    stale = sorted(show(name) for name, known in place.known.items() if known.by_us and name not in names)
-    answer = json.dumps(numbers | named).encode()
-    facts = {
-        "missing": bool(numbers["absent"]),
-        "place": show(os.fsencode(place.path)),
-        "in_the_way": ways,
-        "stale": stale[:3],
-        "stale_count": len(stale),
-    }
-    return Reply(facts=facts, chunks=[answer], size=len(answer))
 
 
 def _put_data(place: Place, body: Body) -> dict[str, Any]:
