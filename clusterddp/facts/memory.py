@@ -1,4 +1,4 @@
-"""The limits of memory and CPU time by control groups, the free memory, and the kernel's kills for lack of memory.
+"""The limits of memory and CPU time by control groups, the free memory, the kernel's kills for lack of memory.
 
 The limits of a group and of all its parents apply to a process.
 """
@@ -6,7 +6,9 @@ The limits of a group and of all its parents apply to a process.
 from __future__ import annotations
 
 import contextlib
+import os
 import re
+import resource
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,6 +22,15 @@ _NO_LIMIT = 2**60
 """Version 1 writes a large number for no limit."""
 _NAMES = (("memory.max", "memory.current"), ("memory.limit_in_bytes", "memory.usage_in_bytes"))
 """Files of a group, in version 2 and version 1: its limit and its usage."""
+_SHARED_MEMORY = Path("/dev") / "shm"
+_LIMITS = (
+    (r"Too many open files|received 0 items of ancdata", resource.RLIMIT_NOFILE, "for a process"),
+    (
+        r"can't start new thread|pthread_create failed|Errno 11\]",
+        resource.RLIMIT_NPROC,
+        "processes and threads of a user",
+    ),
+)
 _JOB = re.compile(r"job_\d+")
 """The name of the group in which Slurm keeps a job's processes on a node."""
 
@@ -83,6 +94,18 @@ def explain_oom_kill(before: int | None, own: Path = OWN_GROUPS, root: Path = RO
         f"the kernel has killed a process of this job, which has used up its {format_bytes(limit)} of memory on this "
         "host; ask for more with resources.memory_gb"
     )
+
+
+def explain_limit(error: str) -> str:
+    """Return this host's own limit where an error is of shared memory, open files or processes; else nothing."""
+    if re.search(r"shared memory|unable to mmap \d+ bytes|SIGBUS", error) and "open files" not in error:
+        with contextlib.suppress(OSError):
+            found = os.statvfs(_SHARED_MEMORY)
+            return f"{_SHARED_MEMORY} of this host has {format_bytes(found.f_blocks * found.f_frsize)}"
+    for pattern, kind, what in _LIMITS:
+        if re.search(pattern, error) and (limit := resource.getrlimit(kind)[0]) != resource.RLIM_INFINITY:
+            return f"the limit on this host is {limit} {what}"
+    return ""
 
 
 def _read_all(controller: str, name: str, own: Path, root: Path) -> Iterator[str]:

@@ -12,7 +12,7 @@ import dataclasses
 import re
 from collections.abc import Iterable
 
-from clusterddp.facts.memory import explain_oom_kill
+from clusterddp.facts.memory import explain_limit, explain_oom_kill
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import (
     AttemptEnd,
@@ -315,6 +315,11 @@ def read_rank_end(
     if name == "SIGABRT" and error is None:
         error = one_line(stderr.rpartition("\n")[2]) or None
     last = find_last_line(stderr) if error is None and name is None else None
+    limit = explain_limit(error or (last[0] if last else name) or "")
+    if limit and last:
+        last = (f"{one_line(last[0])} ({limit})", last[1])
+    elif limit:
+        error = f"{error} ({limit})" if error else limit
     return RankEnd(
         rank=rank,
         host=host,

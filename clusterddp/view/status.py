@@ -15,13 +15,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.host_run import read_reports, read_unreached, start_of
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.rank_usage import read_usage_report
 from clusterddp.run.record import RankEnd, RunRecord, Start, read_gang, read_run, read_start
 from clusterddp.run.state import RunState, RunView
-from clusterddp.system.files import is_file
+from clusterddp.system.files import is_file, read_json
 from clusterddp.view.events import (
     HangEvent,
     NodeTransport,
@@ -177,7 +178,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         world_size=gang.num_ranks,
         ranks=rank_statuses(gang, attempt, start, view, unreached=unreached, report=usage),
         root_cause=end.root_cause if end else None,
-        diagnosis=diagnose(end.root_cause) if end and end.root_cause else None,
+        diagnosis=diagnose(end.root_cause, run) if end and end.root_cause else None,
         checkpoint=newest_checkpoint(run) if view.finished else None,
         job=view.job,
         unreachable=() if view.finished else tuple(unreached.values()),
@@ -298,68 +299,145 @@ class Diagnosis:
     """The kind of a failure."""
 
     category: str
-    """gpu_memory, memory, storage, time_limit, hang, node_lost, network, data, killed, setup (before any rank ran), or
-    code: the program."""
+    """gpu_memory, gpu, memory, shared_memory, open_files, processes, socket_path, storage, time_limit, hang, node_lost,
+    network, port, download, data, killed, setup (before any rank ran), or code: the program."""
     text: str
     """The category for people."""
     hint: str
     """What helps against it; may be empty."""
 
+    @property
+    def may_pass(self) -> bool:
+        """True when the same run may come further without a change to its program, its spec or its machines."""
+        return self.category in ("storage", "time_limit", "hang", "node_lost", "network", "port", "killed", "setup")
 
-_MEMORY = r"lack of memory|OUT_OF_MEMORY|MemoryError|[Cc]annot allocate memory|can't allocate memory|[Oo]ut of memory"
-_STORAGE = r"No space left on device|[Dd]isk quota|Read-only file system|Stale file handle|Input/output error"
-_TIME = (
-    r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|before the job is taken away"
-    r"|Slurm ended the job before|did not stop within"
-)
-_NETWORK = (
-    r"\bgloo\b|\bnccl|\bNCCL|DistNetworkError|DistStoreError|Connection(Error)?:? ?(closed|reset|refused|aborted|timed)"
-    r"|ConnectionResetError|ConnectionRefusedError|BrokenPipeError|Broken pipe|[Aa]ddress already in use"
-    r"|No route to host|Network is unreachable|Name or service not known|Temporary failure in name resolution"
-    r"|socket has timed out|remote process exit|have not joined|did not join|did not reach"
-)
-_DATA = (
-    r"FileNotFoundError|NotADirectoryError|UnidentifiedImageError|BadZipFile|DataLoader worker|cannot read folder"
-    r"|data_dir|\bdata set\b|HTTPError|URLError"
-)
-_KINDS: tuple[tuple[re.Pattern[str], Diagnosis], ...] = tuple(
-    (re.compile(pattern), diagnosis)
-    for pattern, diagnosis in (
-        (
-            r"CUDA out of memory|HIP out of memory|CUDA error: out of memory|OutOfMemoryError|ALLOC_FAILED",
-            Diagnosis("gpu_memory", "out of GPU memory", "a smaller batch per rank needs less"),
-        ),
-        (
-            _MEMORY,
-            Diagnosis("memory", "out of memory", "resources.memory_gb asks Slurm for more; fewer loaders need less"),
-        ),
-        (_STORAGE, Diagnosis("storage", "storage", "make room, or mend the file system, then go on")),
-        (
-            r"^hang:|Watchdog caught collective|collective operation timeout|[Tt]imed out waiting|wait timeout after",
-            Diagnosis("hang", "a hang", "attempts/N/stacks has where each rank waited"),
-        ),
-        (_TIME, Diagnosis("time_limit", "time limit", "more resources.time, or restarts, which go on at a checkpoint")),
-        (
-            r"\bis lost\b|NODE.FAIL|BOOT_FAIL|is cut off|; (its |all )?ranks? .*ended with it",
-            Diagnosis("node_lost", "node lost", "restarts: 1 in the spec starts again after a loss"),
-        ),
-        (_NETWORK, Diagnosis("network", "network", "clusterddp doctor SPEC checks the network between the hosts")),
-        (_DATA, Diagnosis("data", "data", "every node needs the files under the same path")),
-        (
-            r"was killed by SIG(KILL|TERM|HUP|INT|XCPU)\b",
-            Diagnosis("killed", "killed from outside", "another process, or the kernel for lack of memory, ended it"),
-        ),
-    )
-)
+
+_NEEDS_LESS = "fewer loaders need less"
 _SETUP = Diagnosis("setup", "before any rank ran", "clusterddp doctor SPEC checks the machines")
 _CODE = Diagnosis("code", "the program", "")
+_OF_PROGRAMS = (
+    ("exited with code 0 while others", "inputs may be uneven: model.join() of DDP, drop_last=True of the loader"),
+    ("Duplicate GPU|invalid device ordinal", "each rank has one GPU: cuda:LOCAL_RANK"),
+    ("device-side assert|illegal memory access", "env: {CUDA_LAUNCH_BLOCKING: 1} in the spec shows the line"),
+    (r"op\.preamble\.length", "in a collective all ranks have tensors of the same sizes, in the same order"),
+    ("worker .*(exited unexpectedly|signal: (Seg|Abort))", "num_workers=0 shows the exception of the loader's worker"),
+    (r"exited with code 127\b", "a command was not found there: modules, venv, conda or env: {PATH: ...} in the spec"),
+    (r"exited with code 126\b", "a file there is no program, or not executable: chmod +x"),
+    ("ModuleNotFoundError", "venv, conda or modules of the spec choose the Python of the ranks"),
+)
+_KINDS: tuple[tuple[str, Diagnosis], ...] = (
+    (
+        r"^hang:|Watchdog caught collective|collective operation timeout|[Tt]imed out waiting|wait timeout after",
+        Diagnosis("hang", "a hang", "attempts/N/stacks has where each rank waited"),
+    ),
+    *((pattern, dataclasses.replace(_CODE, hint=hint)) for pattern, hint in _OF_PROGRAMS),
+    (
+        r"(CUDA|HIP)( error:)? out of memory|OutOfMemoryError|ALLOC_FAILED|Cuda failure.*out of memory",
+        Diagnosis("gpu_memory", "out of GPU memory", "a smaller batch per rank needs less"),
+    ),
+    (
+        r"Too many open files|received 0 items of ancdata",
+        Diagnosis("open_files", "too many open files", f"raise ulimit -n on that host; {_NEEDS_LESS}"),
+    ),
+    (
+        r"can't start new thread|pthread_create failed|Thread creation failed|BlockingIOError: \[Errno 11\]",
+        Diagnosis("processes", "too many processes and threads", f"raise ulimit -u on that host; {_NEEDS_LESS}"),
+    ),
+    (
+        r"shared memory(\(shm\)|.*No space left)|unable to mmap \d+ bytes from file <|signal: Bus error|by SIGBUS\b",
+        Diagnosis(
+            "shared_memory", "out of shared memory", f"a larger /dev/shm (--shm-size, --ipc=host); {_NEEDS_LESS}"
+        ),
+    ),
+    (
+        r"lack of memory|OUT_OF_MEMORY|MemoryError|[Cc]annot allocate memory|can't allocate memory|[Oo]ut of memory"
+        r"|OOM Killed|signal: Killed|Unable to allocate .* for an array",
+        Diagnosis("memory", "out of memory", f"resources.memory_gb asks Slurm for more; {_NEEDS_LESS}"),
+    ),
+    (
+        r"No space left on device|[Dd]isk quota|Read-only file system|Stale file handle|Input/output error"
+        r"|inline_container.*unexpected pos|file write failed",
+        Diagnosis("storage", "storage", "make room, or mend the file system, then go on"),
+    ),
+    (
+        r"AF_UNIX path too long",
+        Diagnosis("socket_path", "the path of a socket is too long", "a short one: env: {TMPDIR: /tmp} in the spec"),
+    ),
+    (
+        r"[Aa]ddress already in use|EADDRINUSE",
+        Diagnosis(
+            "port", "a port is in use", "two ranks or programs have it; owns_ranks: true if the program starts ranks"
+        ),
+    ),
+    (
+        r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|before the job is taken away"
+        r"|Slurm ended the job before|did not stop within",
+        Diagnosis("time_limit", "time limit", "more resources.time, or restarts, which go on at a checkpoint"),
+    ),
+    (
+        r"\bis lost\b|NODE.FAIL|BOOT_FAIL|is cut off|; (its |all )?ranks? .*ended with it",
+        Diagnosis("node_lost", "node lost", "restarts: 1 in the spec starts again after a loss"),
+    ),
+    (
+        r"URLError|HTTPError|HTTPS?ConnectionPool|LocalEntryNotFoundError|[Cc]ouldn.t connect to|Error downloading",
+        Diagnosis("download", "a download", "many nodes reach no internet: download it first, where that is reached"),
+    ),
+    (
+        r"ECC error|busy or unavailable|no kernel image|NVIDIA driver|CUDA driver version|No CUDA GPUs|no CUDA-capable"
+        r"|unhandled cuda error|GPU is lost|fallen off the bus",
+        Diagnosis("gpu", "a GPU or its driver", "clusterddp doctor SPEC checks the GPUs of each node"),
+    ),
+    (
+        r"gloo/|\bGloo |\bnccl|\bNCCL|DistNetworkError|DistStoreError|Connection:? (closed|reset|refused|aborted|timed)"
+        r"|Connection(Reset|Refused|Aborted)?Error|BrokenPipeError|Broken pipe"
+        r"|No route to host|Network is unreachable|Name or service not known|Temporary failure in name resolution"
+        r"|socket has timed out|remote process exit|have not joined|did not join|did not reach",
+        Diagnosis("network", "network", "clusterddp doctor SPEC checks the network between the hosts"),
+    ),
+    (
+        r"FileNotFoundError|NotADirectoryError|UnidentifiedImageError|BadZipFile|DataLoader timed out"
+        r"|cannot read folder|data_dir|\bdata set\b",
+        Diagnosis("data", "data", "every node needs the files under the same path"),
+    ),
+    (
+        r"PREEMPT(ION|ED)\b",
+        Diagnosis("killed", "preempted", "restarts: 1 in the spec starts again after it"),
+    ),
+    (
+        r"was killed by SIG(KILL|TERM|HUP|INT|XCPU)\b",
+        Diagnosis("killed", "killed from outside", "another process, or the kernel for lack of memory, ended it"),
+    ),
+)
+"""A pattern of words, and what they mean; the first one that is found counts."""
+_NAMES = re.compile(r"^(the program of )?ranks? [\d, -]+ on \S+?(:| )|(?<!\w)'[^' ]*'|\"[^\" ]*\"")
+"""Names of hosts, files and values, whose words mean nothing."""
 
 
-def diagnose(cause: RankEnd) -> Diagnosis:
-    """Find the kind of a failure: by its own words, then by the exception at the end of its traceback."""
+def diagnose(cause: RankEnd, run: RunDir | None = None) -> Diagnosis:
+    """Find the kind of a failure: by its own words, the first cause first, then by the end of its traceback.
+
+    `run`: whose plan may explain why a file is missing.
+    """
     last_line = (cause.traceback or "").rstrip().rpartition("\n")[2]
-    for text in (cause.error, last_line):
+    for text in (*cause.error.split("; then "), last_line):
+        words = _NAMES.sub("", text)
         for pattern, diagnosis in _KINDS:
-            if pattern.search(text):
-                return diagnosis
+            if re.search(pattern, words):
+                absent = _find_not_uploaded(run, text) if run and diagnosis.category == "data" else None
+                hint = f"git ignores {absent}, so submit did not upload it: ssh.send or entry.data_dir"
+                return dataclasses.replace(diagnosis, hint=hint) if absent else diagnosis
     return _SETUP if cause.rank is None else _CODE
+
+
+def _find_not_uploaded(run: RunDir, error: str) -> str | None:
+    """Return what git ignores that has the missing file, or is in the missing directory, of a run over SSH."""
+    missing = re.search(r"FileNotFoundError.*'([^']+)'", error)
+    with contextlib.suppress(
+        ClusterddpError, OSError, TypeError, AttributeError, KeyError
+    ):  # another user's may be any
+        plan = read_json(run.plan) or {}
+        if missing and plan["ssh"]:
+            path = f"/{os.path.normpath(missing[1]).strip('/')}/"
+            names = ((name, f"/{name.strip('/')}/") for name in plan["snapshot"]["ignored"])
+            return next((str(name) for name, there in names if there in path or path in there), None)
+    return None

@@ -17,7 +17,7 @@ from clusterddp.run.record import BY_HAND, FOREIGN
 from clusterddp.system.files import read_json
 from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
-from clusterddp.view.status import has_checkpoint
+from clusterddp.view.status import diagnose, has_checkpoint
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
@@ -128,12 +128,11 @@ def checkpoint_text(checkpoint: Checkpoint) -> str:
 def root_cause_lines(cause: RankEnd, run: RunDir, *, columns: int | None = None) -> list[str]:
     """Write why the run failed: the first failure, and the last lines of that rank's standard error."""
     from clusterddp.view.logs import read_log_tail
-    from clusterddp.view.status import diagnose
 
     known = cause.exit_code is None or f"exit code {cause.exit_code}" in cause.error
     code = "" if known else f"  (exit code {cause.exit_code})"
     what = f"{click.style('root cause:', fg='red', bold=True)} {printable(cause.error)}{code}"
-    kind = diagnose(cause)
+    kind = diagnose(cause, run)
     lines = wrapped(what, columns, indent=2)
     lines += wrapped("; ".join(filter(None, [f"  category: {kind.text}", kind.hint])), columns, indent=4)
     tail = read_log_tail(run.path / cause.log) if cause.log else []
@@ -255,14 +254,14 @@ def next_steps(
         elif cause or next(run.path.glob("attempts/*/logs/*"), None) is not None:
             steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
     if state in {"FAILED", "LOST", "CANCELLED"}:
-        steps.append(_again(run, address))
+        steps.append(_again(run, address, cause))
     elif state == "COMPLETED":
         steps += _further(run, address)
     return [f"  {what:<10} {text}" for what, text in steps]
 
 
-def _again(run: RunDir, address: str) -> tuple[str, str]:
-    """Return the command that continues a run that has ended, or repeats it."""
+def _again(run: RunDir, address: str, cause: RankEnd | None) -> tuple[str, str]:
+    """Return the command that continues a run that has ended, or repeats it, and whether something has to change."""
     launcher = (read_json(run.record) or {}).get("launcher")
     goes_on = has_checkpoint(run) or _stopped_by_itself(run)
     if launcher in BY_HAND:
@@ -270,6 +269,8 @@ def _again(run: RunDir, address: str) -> tuple[str, str]:
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
     else:
         command = f"clusterddp {'resume' if goes_on else 'submit'} {address}"
+    if cause is not None and not diagnose(cause).may_pass:
+        return "once fixed", command
     return ("go on" if goes_on else "try again", command)
 
 

@@ -27,7 +27,9 @@ ROOT = Path(__file__).resolve().parents[3]
 LONG = "plucky-pelican-48" + "-of-a-very-long-name" * 4
 WIDE = "\u5b66\u7fd2-\u5b9f\u9a13"
 HOSTILE = "evil\x1b]0;evil title\x07\x1b[31m"
-COPIED = re.compile(r"plucky-pelican|  (runs/|\||the end of |(follow|cancel|go on|its log|try again|repeat) )")
+COPIED = re.compile(
+    r"plucky-pelican|  (runs/|\||the end of |(follow|cancel|go on|its log|try again|once fixed|repeat) )"
+)
 """Lines of `status` that stay whole, so that they can be copied."""
 
 

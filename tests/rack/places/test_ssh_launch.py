@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import time
 from collections.abc import Iterator
 
@@ -54,6 +55,23 @@ def await_end(place: SshPlace, run: RunDir, within_s: float = 60) -> AttemptEnd:
 def await_started(place: SshPlace, run: RunDir, within_s: float = 40) -> None:
     there = place.host_run_dir("node1", run)
     wait_until(there.attempt(0).start.exists, within_s)
+
+
+def test_a_file_that_git_ignores_is_named_as_not_uploaded_when_it_is_missing(place: SshPlace) -> None:
+    for words in (["init", "-q"], ["config", "user.email", "a@b.c"], ["config", "user.name", "a"]):
+        subprocess.run(["git", *words], cwd=place.path, check=True)
+    (place.path / ".gitignore").write_text("data/\nruns/\n")
+    (place.path / "data").mkdir()
+    (place.path / "data" / "train.bin").write_text("x")
+    (place.path / "read.py").write_text("open('data/train.bin')\n")
+    run = place.submit(SPEC + "entry: {script: read.py}\n")
+    status = place.await_state("FAILED", run=run)
+    assert status["diagnosis"]["category"] == "data"
+    said = "git ignores data, so submit did not upload it: ssh.send or entry.data_dir"
+    assert status["diagnosis"]["hint"] == said
+    shown = place.clusterddp("status", run.name).stdout
+    assert said in " ".join(shown.split())
+    assert f"  once fixed clusterddp submit {run.name}" in shown
 
 
 def test_the_trainer_runs_to_its_end_on_hosts_with_nothing_of_ours(place: SshPlace) -> None:

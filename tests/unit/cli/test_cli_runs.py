@@ -13,6 +13,7 @@ import pytest
 
 from clusterddp.cli.main import main
 from clusterddp.run.attempts import AttemptEnd, write_end
+from clusterddp.run.record import RankEnd
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import HOST, complete, fail, make_run, opens_of, start_attempt, train
 
@@ -68,6 +69,26 @@ def test_a_failed_run_with_a_checkpoint_can_go_on(runs_dir: Path, capfd: pytest.
     fail(start_attempt(run))
     (run.checkpoints / "step-00000010.json").write_text("{}")
     assert "clusterddp resume brisk-otter-3" in command(capfd, "status")[1]
+
+
+@pytest.mark.parametrize(
+    ("error", "label"),
+    [
+        ("rank 1 on node2 was killed by SIGKILL", "try again "),
+        ("node2 is lost: no answer; its ranks 2-3 ended with it", "try again "),
+        ("rank 1 on node2: OSError: [Errno 113] No route to host", "try again "),
+        ("rank 1 on node2: ValueError: bad value", "once fixed"),
+        ("rank 1 on node2: FileNotFoundError: [Errno 2] No such file or directory: 'data/7'", "once fixed"),
+        ("rank 1 on node2 exited with code 127; the last line of its stderr: sh: 1: module: not found", "once fixed"),
+    ],
+)
+def test_to_try_again_is_proposed_where_it_can_help(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str], error: str, label: str
+) -> None:
+    attempt = start_attempt(make_run(runs_dir))
+    cause = RankEnd(rank=1, host="node2", exit_code=1, error=error)
+    write_end(attempt, AttemptEnd(outcome="FAILED", reason="", root_cause=cause))
+    assert f"  {label} clusterddp submit brisk-otter-3" in command(capfd, "status")[1]
 
 
 @pytest.mark.parametrize(("warning", "command_next"), [("", "resume"), ("it may have completed", "submit")])

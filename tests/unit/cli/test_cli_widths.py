@@ -128,7 +128,7 @@ def test_a_wide_list_is_not_cut(runs_dir: Path) -> None:
 @pytest.mark.parametrize("name", ["bold-crane-12", LONG, "calm-lynx-3"])
 def test_lines_of_status_fit_except_what_is_copied(runs_dir: Path, columns: int, name: str) -> None:
     lines = on_terminal(runs_dir, columns, "status", name)
-    copied = re.compile(r"  (runs/|\||the end of |(follow|cancel|go on|its log|try again) )")
+    copied = re.compile(r"  (runs/|\||the end of |(follow|cancel|go on|its log|try again|once fixed) )")
     assert not [line for line in lines if len(line) > columns and not copied.match(line)]
     state = {"bold-crane-12": "RUNNING", LONG: "FAILED", "calm-lynx-3": "PENDING"}[name]
     assert state in "\n".join(lines[:2])

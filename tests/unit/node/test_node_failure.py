@@ -2,6 +2,8 @@
 
 import dataclasses
 import json
+import os
+import resource
 
 import pytest
 
@@ -21,6 +23,7 @@ from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.record import RankEnd
+from clusterddp.system.units import format_bytes
 from tests.support.handmade_runs import make_gang
 
 GLOO = (
@@ -247,3 +250,35 @@ def test_a_rank_that_ended_on_order_is_never_the_cause(tmp_path, end):
     attempt.decide()
     attempt.rank_ended(end, 0.7)
     assert attempt.verdict(stop_confirmed=False).root_cause.rank == 0
+
+
+@pytest.mark.parametrize("by_error_file", [True, False])
+def test_an_error_of_a_limit_has_the_limit_of_this_host(tmp_path, by_error_file):
+    attempt = make_attempt(tmp_path)
+    shm = os.statvfs("/dev/shm")
+    files, processes = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC))
+    for error, limit in {
+        "OSError: [Errno 24] Too many open files: '/data/7.jpg'": f" (the limit on this host is {files} for a process)",
+        "RuntimeError: unable to open shared memory object </torch_2> in read-write mode: Too many open files (24)": (
+            f" (the limit on this host is {files} for a process)"
+        ),
+        "RuntimeError: can't start new thread": (
+            f" (the limit on this host is {processes} processes and threads of a user)"
+            if processes != resource.RLIM_INFINITY
+            else ""
+        ),
+        "RuntimeError: unable to allocate shared memory(shm) for file </torch_1>: No space left on device (28)": (
+            f" (/dev/shm of this host has {format_bytes(shm.f_blocks * shm.f_frsize)})"
+        ),
+        "ValueError: no": "",
+    }.items():
+        if by_error_file:
+            write_error(attempt, error)
+        else:
+            attempt.stderr(1).write_text(f"{error}\n")
+        assert read_rank_end(attempt, 1, 1, host="a", on_order=False).spell("rank 1").endswith(error + limit)
+
+
+def test_a_rank_that_a_bus_error_has_killed_has_the_size_of_the_shared_memory(tmp_path):
+    end = read_rank_end(make_attempt(tmp_path), 1, -7, host="a", on_order=False)
+    assert end.spell("rank 1").startswith("rank 1 was killed by SIGBUS (/dev/shm of this host has ")

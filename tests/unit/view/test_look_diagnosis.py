@@ -1,4 +1,4 @@
-"""The kind of a failure, by the words that the recorders of ends, torch and Slurm use."""
+"""The kind of a failure, by the words that the recorders of ends, torch, the kernel, Slurm and others use."""
 
 from __future__ import annotations
 
@@ -8,44 +8,37 @@ import pytest
 
 from clusterddp.run.attempts import loss_of_nodes
 from clusterddp.run.record import RankEnd
-from clusterddp.view.status import diagnose
+from clusterddp.view.status import Diagnosis, diagnose
 from tests.support.gang_runs import make_gang
+
+ROWS = [
+    tuple(line.rsplit(" | ", 2))
+    for line in Path(__file__).with_name("messages.txt").read_text().splitlines()
+    if line and not line.startswith("#")
+]
+OWN_WORDS = ("was killed", "exited with", "attempt ", "ranks ", "node", "hang: ", "supervisor ", "slurmstepd")
+"""How messages begin that are no exception of a rank's."""
+
+
+def diagnosis(error: str, *, rank: int | None = 1, traceback: str | None = None) -> Diagnosis:
+    return diagnose(RankEnd(rank=rank, host="node2", exit_code=1, error=error, log=None, traceback=traceback))
 
 
 def category(error: str, *, rank: int | None = 1, traceback: str | None = None) -> str:
-    cause = RankEnd(rank=rank, host="node2", exit_code=1, error=error, log=None, traceback=traceback)
-    return diagnose(cause).category
+    return diagnosis(error, rank=rank, traceback=traceback).category
 
 
-@pytest.mark.parametrize(
-    ("error", "expected"),
-    [
-        ("rank 1 on node2: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB", "gpu_memory"),
-        (
-            "rank 1 on node2 was killed by SIGKILL (the kernel has killed a process on this host for lack of memory)",
-            "memory",
-        ),
-        ("rank 1 on node2: RuntimeError: [enforce fail] DefaultCPUAllocator: can't allocate memory", "memory"),
-        ("attempt 0 on node2 recorded no end; Slurm's accounting reports OUT_OF_MEMORY", "memory"),
-        ("rank 1 on node2: OSError: [Errno 28] No space left on device: 'a.pt'", "storage"),
-        ("ranks 0-1 did not stop before the time limit of 60 s", "time_limit"),
-        ("attempt 0 on node2 recorded no end; Slurm's accounting reports TIMEOUT", "time_limit"),
-        ("hang: no progress for 61 s: rank 1 waits for rank 0", "hang"),
-        ("node2 is lost: slurmstepd: error: *** NODE FAILURE ***", "node_lost"),
-        ("rank 1 on node2: RuntimeError: [gloo/transport/tcp/pair.cc:547] Connection closed by peer", "network"),
-        ("rank 1 on node2: ConnectionRefusedError: [Errno 111] Connection refused", "network"),
-        ("rank 1 on node2: RuntimeError: NCCL error in: ProcessGroupNCCL.cpp:1970, ncclRemoteError", "network"),
-        ("rank 1 on node2: OSError: [Errno 98] Address already in use", "network"),
-        ("rank 1 on node2: FileNotFoundError: [Errno 2] No such file or directory: '/data/train'", "data"),
-        ("rank 1 on node2: RuntimeError: DataLoader worker (pid 12) exited unexpectedly", "data"),
-        ("rank 1 on node2 was killed by SIGKILL", "killed"),
-        ("rank 1 on node2 was killed by SIGSEGV", "code"),
-        ("rank 1 on node2: ValueError: bad value", "code"),
-        ("rank 1 on node2 exited with code 3", "code"),
-    ],
-)
-def test_a_failure_has_a_category(error: str, expected: str) -> None:
-    assert category(error) == expected
+@pytest.mark.parametrize(("message", "expected", "remedy"), ROWS, ids=[row[0][:60] for row in ROWS])
+def test_a_real_message_has_a_category_and_a_remedy(message: str, expected: str, remedy: str) -> None:
+    is_exception = not message.startswith(OWN_WORDS)
+    who = "rank 1 on nccl-gloo" + (": " if is_exception else " ")
+    texts = [message if message.startswith(OWN_WORDS[2:]) else who + message]
+    if is_exception:
+        texts.append(f"rank 1 on nccl-gloo exited with code 1; the last line of its stderr: {message}")
+    for text in texts:
+        found = diagnosis(text)
+        assert found.category == expected, text
+        assert found.hint == "" if remedy == "-" else remedy in found.hint, text
 
 
 def test_the_loss_of_a_supervisor_is_the_loss_of_its_node(tmp_path: Path) -> None:
