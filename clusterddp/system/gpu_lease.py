@@ -14,8 +14,9 @@ import os
 import pwd
 import re
 import socket
+import struct
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -27,21 +28,26 @@ _GPU = "clusterddp-gpu"
 _MAX_NAME = 107
 """Bytes of an abstract name: sun_path has 108, the first of them is 0."""
 _NAMES = Path("/proc/net/unix")
+_SOCK_DIAG, _BY_FAMILY, _DUMP, _SHOW = 4, 20, 0x301, 0x41
+_DONE, _NAME, _UID = 3, 0, 7
+"""Numbers of linux/sock_diag.h, linux/unix_diag.h and linux/netlink.h; _SHOW: the name and the user."""
+_KERNEL_S = 2.0
 _NO_HOLDER = frozenset({"nvidia-cuda-mps"})
 """Processes, by their names in the kernel, that compute for other processes, which are listed themselves."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Holder:
-    """The run that holds a lease; unverified, since any user can bind any name."""
+    """The run that holds a lease; its name is unverified, since any user can bind any name."""
 
     run: str
-    """Empty: the second socket is not bound yet."""
+    """Empty: the second socket is not bound yet, or its holder is no run."""
     uid: int | None
+    """The user who has bound the name, of whom the kernel knows; before Linux 5.3, whom the name says."""
 
     def __str__(self) -> str:
         if not self.run or self.uid is None:
-            return "another run"
+            return "another run" if self.uid in (None, os.getuid()) else f"a process of {user_name(self.uid)}"
         return f"run {self.run}" if self.uid == os.getuid() else f"run {self.run} of {user_name(self.uid)}"
 
 
@@ -150,21 +156,53 @@ def user_name(uid: int) -> str:
 
 
 def _read_marks() -> dict[str, Holder]:
-    """Read which devices are taken, and by which run; none if the kernel does not list sockets."""
-    marks: dict[str, Holder] = {}
-    try:
-        lines = _NAMES.read_text(encoding="ascii", errors="replace").splitlines()
-    except OSError:
-        return marks
-    for line in lines:
+    """Read which devices are taken, and by which run: the socket that names it is of the user who has the device's."""
+    taken: dict[str, int | None] = {}
+    holders: dict[tuple[str, int | None], Holder] = {}
+    for name, owner in _list_sockets():
         # Any user may bind any name, also one with line ends or invalid numbers.
-        *_, name = line.split(maxsplit=7) or [""]
         if mark := re.fullmatch(rf"@{_GPU}/([^/]+)(?:/([0-9]{{1,10}})/([^/]+))?", name):
             if mark[3]:
-                marks[mark[1]] = Holder(run=mark[3], uid=int(mark[2]))
+                holders[mark[1], owner] = Holder(run=mark[3], uid=int(mark[2]) if owner is None else owner)
             else:
-                marks.setdefault(mark[1], Holder(run="", uid=None))
-    return marks
+                taken[mark[1]] = owner
+    return {device: holders.get((device, owner), Holder(run="", uid=owner)) for device, owner in taken.items()}
+
+
+def _list_sockets() -> list[tuple[str, int | None]]:
+    """List the names of unix sockets, abstract ones after an @, and who made each; None: the kernel does not say."""
+    with contextlib.suppress(OSError, KeyError):  # before Linux 5.3 there is no user
+        return [(name.decode("ascii", "replace").replace("\0", "@"), uid) for name, uid in _ask_kernel()]
+    with contextlib.suppress(OSError):
+        lines = _NAMES.read_text(encoding="ascii", errors="replace").splitlines()
+        return [(line.split(maxsplit=7)[-1], None) for line in lines if line.strip()]
+    return []
+
+
+def _ask_kernel() -> list[tuple[bytes, int]]:
+    """Ask the kernel by sock_diag(7) for the names of unix sockets and their users."""
+    found: list[tuple[bytes, int]] = []
+    words = (40, _BY_FAMILY, _DUMP, 1, 0, socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW, 0, 0)
+    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as asked:
+        asked.settimeout(_KERNEL_S)
+        asked.send(struct.pack("=IHHIIBBHIIIII", *words))
+        while True:
+            for kind, body in _parts(asked.recv(1 << 17), "=IH", 16):
+                if kind == _DONE:
+                    return found
+                values = dict(_parts(body[16:], "=HH", 4))
+                if kind != _BY_FAMILY:
+                    raise OSError(errno.ENOTSUP, "the kernel does not list sockets")
+                if _NAME in values:
+                    found.append((values[_NAME], *struct.unpack("=I", values[_UID])))
+
+
+def _parts(data: bytes, form: str, head: int) -> Iterator[tuple[int, bytes]]:
+    """Split what netlink sends: a head with a length and a kind, and data, padded to 4 bytes."""
+    while len(data) >= head:
+        length, kind = struct.unpack_from(form, data)
+        yield kind, data[head:length]
+        data = data[(max(head, length) + 3) // 4 * 4 :]
 
 
 def _key(device: str) -> str:

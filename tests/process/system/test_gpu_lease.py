@@ -146,6 +146,30 @@ def test_a_lease_of_another_user_is_named_with_the_user(gpus: FakeGpus, tmp_path
         nobody.stdin.close()
 
 
+@pytest.mark.root
+def test_a_lease_is_named_with_the_user_who_has_it_whatever_its_name_says(gpus: FakeGpus, leases: list[Lease]) -> None:
+    program = (
+        "import os, socket, sys; os.setuid(65534); kept = [socket.socket(socket.AF_UNIX) for _ in sys.argv[1:]]\n"
+        "for sock, name in zip(kept, sys.argv[1:]): sock.bind(chr(0) + 'clusterddp-gpu/' + name)\n"
+        "print(flush=True); sys.stdin.read()"
+    )
+    leases.append(take(gpus, "1"))
+    first, second = gpus.uuids
+    names = [first, f"{first}/0/root-run", f"{second}/65534/shy-lynx-1"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *names], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as nobody:
+        nobody.stdout.readline()
+        assert busy(gpus) == {"0": "run root-run of nobody", "1": "run brisk-otter-3"}
+        nobody.stdin.close()
+    with subprocess.Popen(
+        [sys.executable, "-c", program, first], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as nobody:
+        nobody.stdout.readline()
+        assert busy(gpus) == {"0": "a process of nobody", "1": "run brisk-otter-3"}
+        nobody.stdin.close()
+
+
 def test_a_process_that_computes_without_a_lease_is_named_with_its_user(gpus: FakeGpus) -> None:
     gpus.compute({1: os.getpid()})
     assert busy(gpus) == {"1": f"pid {os.getpid()} of {_user()}"}
