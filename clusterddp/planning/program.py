@@ -282,11 +282,15 @@ def absent_notes(snapshot: SnapshotPlan, *, uploads: bool) -> Iterator[str]:
             f"{snapshot.root} is in no git repository, where a snapshot takes {_SCRIPT_LIMITS}: {snapshot.left_out} "
             "not uploaded; put data where the ranks find it (entry.data_dir, ssh.send)"
         )
-    if uploads and (snapshot.ignored or snapshot.unlinked):
-        names = _few((*snapshot.ignored, *snapshot.unlinked))
+    if snapshot.repositories:
+        instead = "not uploaded" if uploads else "linked, not copied"
+        yield f"{_few(snapshot.repositories)}: in a git repository of its own within this one: {instead}"
+    ignored = [name for name in snapshot.ignored if name not in snapshot.repositories]
+    if uploads and (ignored or snapshot.unlinked):
+        names = _few((*ignored, *snapshot.unlinked))
         yield f"git ignores {names}: not uploaded; put data where the ranks find it (entry.data_dir, ssh.send)"
-    elif snapshot.ignored:
-        yield f"git ignores {_few(snapshot.ignored)}: linked, not copied"
+    elif ignored:
+        yield f"git ignores {_few(ignored)}: linked, not copied"
     if snapshot.unlinked and not uploads:
         yield (
             f"git ignores {_few(snapshot.unlinked)}: too many for a link to each, so the copy of the code does not "

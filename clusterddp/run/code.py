@@ -1,9 +1,10 @@
 """The code of a run: which files it has, the copy that a submit makes, and the store of copies.
 
 In a git repository the files are the tracked ones, with uncommitted changes, and the untracked ones that are not
-ignored; around a script outside git they are what lies beside and below the script. What git ignores and a program
-may need (data, checkpoints, compiled modules) is linked. The store is addressed by content, so runs of the same code
-share one copy; a run has hard links to it, and what a program writes beside itself never reaches it.
+ignored, also those of submodules; around a script outside git they are what lies beside and below the script. What git
+ignores and a program may need (data, checkpoints, compiled modules) is linked. The store is addressed by content, so
+runs of the same code share one copy; a run has hard links to it, and what a program writes beside itself never reaches
+it.
 
 Code that was uploaded to a login node to be submitted there lies in `trees/<number>/`, one for each submit:
 tree/        the files, or directories above them; a job may write beside them
@@ -92,6 +93,23 @@ def list_git_files(root: Path, environ: Mapping[str, str]) -> list[str]:
     return sorted({os.fsdecode(name) for name in listing.split(b"\0") if name})
 
 
+def list_submodules(root: Path, names: Collection[str], environ: Mapping[str, str]) -> dict[str, list[str]]:
+    """Return the files of each submodule that is checked out, also of those in submodules, relative to `root`.
+
+    `names`: what `list_git_files` returns for `root`. A submodule that git cannot read is left out.
+    """
+    found: dict[str, list[str]] = {}
+    for name in names:
+        place = root / name
+        if name.endswith("/") or place.is_symlink() or not (place / ".git").exists():
+            continue
+        with contextlib.suppress(ClusterddpError):
+            files = list_git_files(place, environ)
+            for below, inner in ({"": files} | list_submodules(place, files, environ)).items():
+                found[f"{name}/{below}".rstrip("/")] = [f"{name}/{file}" for file in inner]
+    return found
+
+
 def list_ignored(root: Path, environ: Mapping[str, str]) -> list[str]:
     """List what git ignores; sorted, relative to `root`. A directory without a tracked file is one name, with `/`.
 
@@ -133,7 +151,7 @@ def run_git(arguments: list[str], directory: Path, environ: Mapping[str, str]) -
 
     It runs without the caller's GIT_* variables, which inside a hook name another repository, and starts no program
     that a repository can name: no hook, no monitor of the file system, no transport that would fetch an object that is
-    missing. It opens no bare repository, which may be plain files of another one, and enters no submodule.
+    missing. It opens no bare repository, which may be plain files of another one, and enters no submodule by itself.
     Raises: ClusterddpError: git cannot be run, fails, or takes more than `TIMEOUT_S`.
     """
     shut = (word for setting in _SHUT for word in ("-c", setting))
@@ -185,7 +203,9 @@ class SnapshotPlan:
     notes: tuple[str, ...] = ()
     """What is not in the snapshot, and why."""
     ignored: tuple[str, ...] = ()
-    """What git ignores, and repositories within the repository: a run on this file system gets links to them."""
+    """What git ignores, and `repositories`: a run on this file system gets links to them."""
+    repositories: tuple[str, ...] = ()
+    """Repositories within the repository that are no submodules, and submodules that are too large for a snapshot."""
     unlinked: tuple[str, ...] = ()
     """Directories in which git ignores too many single files for a link to each."""
     left_out: str | None = None
@@ -204,9 +224,18 @@ def plan_snapshot(start: Path, *, runs_dir: Path, environ: Mapping[str, str]) ->
     if root is None:
         return None
     places = _places_of_runs(root, runs_dir.resolve())
-    measured = _measure(root, [name for name in list_git_files(root, environ) if not _below(root / name, places)])
-    ignored, unlinked = _list_linked(root, measured.sizes, places, environ)
-    return _plan_files(root, measured, ignored=(*measured.repositories, *ignored), unlinked=unlinked)
+    names = list_git_files(root, environ)
+    submodules = list_submodules(root, names, environ)
+    inner = {name for files in submodules.values() for name in files}
+
+    def measure(names: Collection[str]) -> _Measured:
+        return _measure(root, sorted(name for name in names if not _below(root / name, places)))
+
+    measured = measure({*names, *inner} - submodules.keys())
+    if submodules and sum(measured.sizes.values()) > MAX_BYTES:
+        submodules, measured = {}, measure(names)
+    ignored, unlinked = _list_linked(root, measured.sizes, places, environ, submodules)
+    return _plan_files(root, measured, ignored=ignored, unlinked=unlinked)
 
 
 def plan_script_snapshot(script: Path, *, runs_dir: Path) -> SnapshotPlan:
@@ -281,8 +310,11 @@ def _measure(root: Path, names: Collection[str], *, needs_reading: bool = False)
             closed.append(name)
         elif stat.S_ISREG(status.st_mode) or stat.S_ISLNK(status.st_mode):
             sizes[name] = status.st_size
-        elif stat.S_ISDIR(status.st_mode):
+        elif stat.S_ISDIR(status.st_mode) and (root / name / ".git").exists():
             repositories.append(name.rstrip("/"))
+        elif stat.S_ISDIR(status.st_mode):
+            hint = f"`git submodule update --init {name}` brings its files"
+            notes.append(f"{name}: a submodule that is not checked out; {hint}")
         else:
             notes.append(f"{name}: neither a file nor a link, not in the snapshot of the code")
     if closed:
@@ -308,7 +340,8 @@ def _plan_files(
         files=tuple(measured.sizes),
         total_bytes=total,
         notes=measured.notes,
-        ignored=ignored,
+        ignored=(*measured.repositories, *ignored),
+        repositories=measured.repositories,
         unlinked=unlinked,
     )
 
@@ -355,15 +388,20 @@ def _is_wanted_directory(path: Path) -> bool:
 
 
 def _list_linked(
-    root: Path, files: Collection[str], places: tuple[Path, ...], environ: Mapping[str, str]
+    root: Path,
+    files: Collection[str],
+    places: tuple[Path, ...],
+    environ: Mapping[str, str],
+    submodules: Collection[str],
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """List what git ignores: the names to link, and the directories of more single files than `_MAX_LINKS` allow.
 
-    `files`: those of the snapshot. `places`: of runs. A directory whose only tracked files are hidden (.gitkeep)
-    counts as ignored.
+    `files`: those of the snapshot, also of `submodules`. `places`: of runs. A directory whose only tracked files are
+    hidden (.gitkeep) counts as ignored.
     """
     by_folder: dict[str, list[str]] = defaultdict(list)
-    for name in list_ignored(root, environ):
+    within = [f"{folder}/{name}" for folder in submodules for name in list_ignored(root / folder, environ)]
+    for name in (*list_ignored(root, environ), *within):
         if _may_be_needed(root, name, places):
             path = Path(name)
             by_folder[str(path.parent)].append(str(path))

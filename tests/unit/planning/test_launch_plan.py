@@ -350,6 +350,14 @@ def test_what_git_ignores_is_linked_and_the_plan_says_so(tmp_path: Path) -> None
     assert plan.notes == ("git ignores data, ext.so: linked, not copied",)
 
 
+def test_a_repository_within_the_repository_is_not_called_ignored(tmp_path: Path) -> None:
+    git(tmp_path, "init")
+    (tmp_path / "vendored").mkdir()
+    git(tmp_path / "vendored", "init")
+    note = "vendored: in a git repository of its own within this one: linked, not copied"
+    assert plan_script(tmp_path).notes == (note,)
+
+
 def test_snapshot_false_runs_the_code_in_place(tmp_path: Path) -> None:
     plan = plan_script(tmp_path, more="snapshot: false")
     assert (plan.gang.entry.target, plan.snapshot) == (str(tmp_path / "entry.py"), None)

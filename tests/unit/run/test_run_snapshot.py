@@ -144,13 +144,78 @@ def test_a_repository_below_the_runs_directory_is_kept(repository: Path, environ
     assert len(plan.files) == 5
 
 
-def test_repositories_within_the_repository_count_as_ignored(repository: Path, environ: Mapping[str, str]) -> None:
+def test_repositories_within_the_repository_are_linked(repository: Path, environ: Mapping[str, str]) -> None:
     (repository / "vendored").mkdir()
     git(repository / "vendored", "init")
     (repository / "vendored" / "x.py").write_text("")
     plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
     assert plan is not None
-    assert (plan.ignored, plan.notes) == (("vendored", "noise.log"), ())
+    assert (plan.ignored, plan.repositories, plan.notes) == (("vendored", "noise.log"), ("vendored",), ())
+
+
+def add_submodule(root: Path, name: str, *files: str, origin: Path | None = None) -> None:
+    """Add a submodule with these files, which are committed; *.so are ignored there."""
+    origin = origin or root.parent / "origin"
+    for file in ("x.py", *files):
+        (origin / file).parent.mkdir(parents=True, exist_ok=True)
+        (origin / file).write_text("1\n")
+    git(origin, "init")
+    (origin / ".gitignore").write_text("*.so\n")
+    git(origin, "add", "-A")
+    git(origin, "commit", "-m", "first")
+    git(root, "-c", "protocol.file.allow=always", "submodule", "add", str(origin), name)
+
+
+def test_the_files_of_submodules_are_files_of_the_snapshot(
+    repository: Path, environ: Mapping[str, str], tmp_path: Path
+) -> None:
+    add_submodule(repository, "third/party", "deep/y.py")
+    add_submodule(repository / "third/party", "nested", origin=tmp_path / "nested")
+    (repository / "third/party/deep/y.py").write_text("changed\n")
+    (repository / "third/party/new.py").write_text("")
+    (repository / "third/party/ext.so").write_text("")
+    plan = plan_snapshot(repository, runs_dir=tmp_path / "runs", environ=environ)
+    assert plan is not None
+    assert [name for name in plan.files if name.startswith("third/")] == [
+        *("third/party/.gitignore", "third/party/.gitmodules", "third/party/deep/y.py"),
+        *("third/party/nested/.gitignore", "third/party/nested/x.py", "third/party/new.py", "third/party/x.py"),
+    ]
+    assert (plan.ignored, plan.notes) == (("noise.log", "third/party/ext.so"), ())
+    code, _ = keep(plan, tmp_path / "runs")
+    assert (code / "third/party/deep/y.py").read_text() == "changed\n"
+
+
+def test_submodules_too_large_for_a_snapshot_are_linked(repository: Path, environ: Mapping[str, str]) -> None:
+    add_submodule(repository, "large")
+    with open(repository / "large" / "weights.bin", "wb") as file:
+        file.truncate(201_000_000)
+    plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    assert plan is not None
+    assert (plan.repositories, "large" in plan.ignored, "large/x.py" in plan.files) == (("large",), True, False)
+
+
+def test_a_submodule_that_git_cannot_read_is_linked(repository: Path, environ: Mapping[str, str]) -> None:
+    add_submodule(repository, "party")
+    (repository / "party" / ".git").write_text("gitdir: ../nowhere\n")
+    plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    assert plan is not None
+    assert (plan.repositories, "party" in plan.ignored) == (("party",), True)
+
+
+def test_a_submodule_that_is_not_checked_out_is_named(repository: Path, environ: Mapping[str, str]) -> None:
+    add_submodule(repository, "third/party")
+    git(repository, "submodule", "deinit", "-f", "third/party")
+    plan = plan_snapshot(repository, runs_dir=repository / "runs", environ=environ)
+    assert plan is not None
+    hint = "`git submodule update --init third/party` brings its files"
+    assert plan.notes == (f"third/party: a submodule that is not checked out; {hint}",)
+
+
+def test_a_submodule_starts_no_program_that_it_names(repository: Path, environ: Mapping[str, str]) -> None:
+    add_submodule(repository, "third/party")
+    git(repository / "third/party", "config", "core.fsmonitor", f"touch {repository}/started")
+    assert plan_snapshot(repository, runs_dir=repository / "runs", environ=environ) is not None
+    assert not (repository / "started").exists()
 
 
 def test_a_fifo_is_left_out_with_a_note(repository: Path, environ: Mapping[str, str], tmp_path: Path) -> None:
