@@ -299,8 +299,7 @@ class Diagnosis:
     """The kind of a failure."""
 
     category: str
-    """gpu_memory, gpu, memory, shared_memory, open_files, processes, socket_path, storage, time_limit, hang, node_lost,
-    network, port, download, data, killed, setup (before any rank ran), or code: the program."""
+    """One of the words that docs/cli.md lists; setup: before any rank ran; code: the program."""
     text: str
     """The category for people."""
     hint: str
