@@ -6,6 +6,7 @@ the others are asked again after each turn.
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import posixpath
@@ -93,7 +94,11 @@ def upload_run(
     """
     uploader = Uploader(sessions=sessions, watch=watch)
     if code is not None:
-        digest, archives = code.name, list[Archive]()
+        digest = code.name
+
+        @functools.cache
+        def archive() -> Archive:
+            return Archive(files=list_files(code))
 
         def is_missing(host: str) -> bool:
             reply = sessions[host].ask("store.compare", {"sum": digest}, timeout_s=UPLOAD_TIMEOUT_S)
@@ -101,9 +106,7 @@ def upload_run(
 
         def lacking(hosts: Iterable[str]) -> dict[str, Archive]:
             needy = [host for host, missing in uploader.at_all(hosts, is_missing).items() if missing]
-            if needy and not archives:
-                archives.append(Archive(files=list_files(code)))
-            return dict.fromkeys(needy, archives[0])
+            return {host: archive() for host in needy}
 
         uploader.spread(lacking, {"sum": digest})
     notes = [note for source, target in send for note in upload_data(source, target, uploader)]
