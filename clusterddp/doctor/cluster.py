@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import pwd
 import secrets
 import shutil
 import sys
@@ -35,11 +34,11 @@ from clusterddp.places.slurm.cluster import Cluster, Partition, read_cluster
 from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.explain import explain_waiting
 from clusterddp.places.slurm.first_spec import choose_partition, consequences, time_text, why_not
-from clusterddp.places.slurm.queue import Phase, Slurm, Wanted
+from clusterddp.places.slurm.queue import Phase, Slurm, Wanted, scancel
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.planning.processes import process_environment
-from clusterddp.run.job_tag import job_name, job_tag
+from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.system.units import format_bytes
 from clusterddp.wire import build, read_object
 
@@ -145,12 +144,11 @@ def run_job(
     """
     nonce = secrets.token_hex(16)
     tag = job_tag(nonce, 0)
-    name = job_name("doctor", tag)
     with _directory(runs_dir, nonce) as directory:
         job_id = None
         try:
             submitted = time.time()
-            job_id = _submit(request, directory, nonce, name, environ)
+            job_id = _submit(request, directory, nonce, tag, environ)
             report(f"job {job_id}: {request.num_nodes} nodes for a minute at most")
             wanted = Wanted(tag=tag, job_id=job_id, since=submitted, cluster=_cluster(request))
             nodes = _await_reports(request, directory, wanted, environ, timeout_s)
@@ -164,14 +162,15 @@ def run_job(
                 output=_read_output(directory),
             )
         finally:
-            _cancel(request, name, job_id, environ)
+            _cancel(Wanted(tag=tag, job_id=job_id, cluster=_cluster(request)), environ)
 
 
-def sbatch_argv(request: JobRequest, name: str) -> list[str]:
+def sbatch_argv(request: JobRequest, tag: str) -> list[str]:
     """Return sbatch's argv before the script."""
     ours: dict[str, str | bool] = {
         "parsable": True,
-        "job_name": name,
+        "job_name": job_name("doctor", tag),
+        "comment": job_comment("doctor", tag),
         "nodes": str(request.num_nodes),
         "ntasks_per_node": "1",
         "time": "1",
@@ -220,10 +219,10 @@ def _directory(runs_dir: Path, nonce: str) -> Iterator[Path]:
                 path.rmdir()
 
 
-def _submit(request: JobRequest, directory: Path, nonce: str, name: str, environ: Mapping[str, str]) -> str:
+def _submit(request: JobRequest, directory: Path, nonce: str, tag: str, environ: Mapping[str, str]) -> str:
     python_path, library_path = (*request.paths, "", "")[:2]
     script = [str(directory / "job.sh"), request.python, str(directory), nonce, python_path, library_path]
-    argv = sbatch_argv(request, name)
+    argv = sbatch_argv(request, tag)
     try:
         answer = run_slurm([*argv, *script], environ=environ)
     except SlurmError as error:
@@ -293,21 +292,19 @@ def _read_output(directory: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line.strip())
 
 
-def _cancel(request: JobRequest, name: str, job_id: str | None, environ: Mapping[str, str]) -> None:
+def _cancel(wanted: Wanted, environ: Mapping[str, str]) -> None:
     """Cancel the job if it is still there; never a job of another name with the same number."""
+    name, job_id = job_name("doctor", wanted.tag), wanted.job_id
     with contextlib.suppress(SlurmError):
-        which = [f"--clusters={cluster}"] if (cluster := _cluster(request)) else []
-        which += [job_id] if job_id else []
-        run_slurm(["scancel", "--quiet", f"--user={_user()}", f"--name={name}", *which], environ=environ)
+        if job := Slurm(environ).find(wanted):
+            name, job_id = job.name, job.job_id
+    with contextlib.suppress(SlurmError):
+        scancel(name, job_id, wanted.cluster, environ, "--quiet")
 
 
 def _cluster(request: JobRequest) -> str | None:
     cluster = request.options.get("clusters")
     return cluster if isinstance(cluster, str) else None
-
-
-def _user() -> str:
-    return pwd.getpwuid(os.getuid()).pw_name
 
 
 def _judge_node(report: Report, answer: JobAnswer, here: Machine, needs: Needs) -> Iterator[tuple[str, Result]]:

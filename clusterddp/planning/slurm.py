@@ -25,7 +25,7 @@ from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from clusterddp.run.gang import Node
-from clusterddp.run.job_tag import job_name, job_tag
+from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, find_sweep
 from clusterddp.spec.slurm_options import (
@@ -296,7 +296,7 @@ def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attemp
         sbatch=sbatch_argv(
             plan.sbatch_options,
             name=job_name(name, tag),
-            comment=f"clusterddp {run_dir.name} {tag}",
+            comment=job_comment(run_dir.name, tag),
             directory=RunDir(run_dir).launcher_dir,
         ),
         srun=_srun_argv(plan, run_dir),

@@ -1,12 +1,14 @@
-"""Identifies the job of a run by a tag in the job's name, not only by the job id.
+"""Identifies the job of a run by a tag in the job's name and comment, not only by the job id.
 
-Slurm reuses a job id when slurmctld is killed before it has written its state, and sbatch may report a failure for a
-job that it has queued. The tag is a hash of the run's secret token, which it does not reveal: job names are public.
+Users and administrators rename jobs; then the comment still has the tag. Slurm reuses a job id when slurmctld is
+killed before it has written its state, and sbatch may report a failure for a job that it has queued. The tag is a
+hash of the run's secret token, which it does not reveal: job names are public.
 """
 
 from __future__ import annotations
 
 import hashlib
+import re
 
 TAG_LENGTH = 20
 
@@ -21,10 +23,18 @@ def job_name(name: str, tag: str) -> str:
     return f"{name}.{tag}"
 
 
-def tag_of(name: str) -> str | None:
-    """Return the tag in a job's name; None for a job that is not clusterddp's."""
+def job_comment(run: str, tag: str) -> str:
+    """Return the job's comment; `run`: the name of the run, or of the sweep."""
+    return f"clusterddp {run} {tag}"
+
+
+def tag_of(name: str, comment: str = "") -> str | None:
+    """Return the tag in a job's name or else in its comment; None for a job that is not clusterddp's."""
     tag = name.rpartition(".")[2]
-    return tag if is_tag(tag) else None
+    if is_tag(tag):
+        return tag
+    found = re.search(rf"clusterddp \S+ ([0-9a-f]{{{TAG_LENGTH}}})\b", comment)
+    return found[1] if found else None
 
 
 def is_tag(text: str) -> bool:

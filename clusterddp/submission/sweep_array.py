@@ -6,13 +6,12 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variables_for
-from clusterddp.places.slurm.queue import Slurm
-from clusterddp.places.slurm.state import scancel, wait_for_job
+from clusterddp.places.slurm.queue import Slurm, scancel
+from clusterddp.places.slurm.state import wait_for_job
 from clusterddp.places.state import announce, read_state
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
@@ -99,10 +98,13 @@ def _cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, st
             _mark(run)
     for run in stopping:
         request_stop(run.attempts()[-1].stop_file, "cancel --save")
+    assert record.job_tag is not None
+    jobs = [views[run].job for run, _ in of_array]
+    names = {job_name(record.name, record.job_tag), *(job.name for job in jobs if job)}
     if stopping:
         # A slow file system may show them their stop files late.
-        _scancel(record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
-    _scancel(record, environ, *(["--state=PENDING"] if stopping else []))
+        _scancel(names, record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
+    _scancel(names, record, environ, *(["--state=PENDING"] if stopping else []))
     for run, _ in of_array:
         if views[run].state in {RunState.PENDING, RunState.REQUEUED}:
             record_end(run, cancelled("cancelled with its sweep before it was started"))
@@ -136,26 +138,22 @@ def _withdraw(sweep: SweepDir, environ: Mapping[str, str]) -> None:
     with contextlib.suppress(SlurmError):
         job = wait_for_job(first, record, environ, num_looks=3)
         if job is not None:
-            whole = dataclasses.replace(job, job_id=job.job_id.partition("_")[0])
-            scancel(record.name, record, whole, environ)
+            scancel(job.name, job.job_id.partition("_")[0], record.cluster, environ)
     remove_directory(sweep.path)
 
 
-def _scancel(record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
-    """Run scancel for the tasks of the array that have its name; tasks that have ended are no error.
+def _scancel(names: Iterable[str], record: SweepRecord, environ: Mapping[str, str], *options: str) -> None:
+    """Run scancel for the tasks of the array, by their names; tasks that have ended are no error.
 
     Raises: SlurmError: Slurm could not be asked.
     """
-    assert record.job_tag is not None
-    user = user_name(os.getuid())
-    # The name selects the jobs; with their id Slurm need not search for it.
-    job_id = [record.job_id] if record.job_id else []
-    argv = ["scancel", f"--user={user}", f"--name={job_name(record.name, record.job_tag)}", *options, *job_id]
-    try:
-        run_slurm(argv, environ=environ)
-    except SlurmError as error:
-        if error.transient:
-            raise
+    for name in names:
+        try:
+            # The name selects the jobs; with their id Slurm need not search for it.
+            scancel(name, record.job_id, record.cluster, environ, *options)
+        except SlurmError as error:
+            if error.transient:
+                raise
 
 
 def _mark(run: RunDir) -> None:

@@ -26,7 +26,7 @@ from clusterddp.planning.program import choose_snapshot, directories_used, fille
 from clusterddp.planning.slurm import SCRIPT, SlurmPlan, sbatch_argv
 from clusterddp.run.code import CodeCopy, is_too_much, plan_copy, replace_link, store_of, write_snapshot
 from clusterddp.run.directory import RunDir
-from clusterddp.run.job_tag import job_name, job_tag
+from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
@@ -213,7 +213,7 @@ def _plan_job(base: Plan, path: Path, *, token: str, size: int, throttle: int | 
         sbatch=sbatch_argv(
             {"array": indices, **base.slurm.sbatch_options},
             name=job_name(base.name, tag),
-            comment=f"clusterddp {path.name} {tag}",
+            comment=job_comment(path.name, tag),
             directory=path,
             log=f"{path.name}.%a/launcher/job.log",
         ),

@@ -18,12 +18,11 @@ from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, Usage
 from clusterddp.places.base import Launcher, Report, Started, no_report
 from clusterddp.places.slurm.commands import call_slurm, run_slurm
 from clusterddp.places.slurm.explain import advise_refusal
-from clusterddp.places.slurm.queue import Phase, Slurm
+from clusterddp.places.slurm.queue import Phase, Slurm, scancel
 from clusterddp.places.slurm.state import (
     ask_slurm,
     find_job,
     is_over,
-    scancel,
     wait_for_end,
     wait_for_job,
 )
@@ -106,7 +105,7 @@ class SlurmLauncher(Launcher):
             job = find_job(run, record, self._environ)
             if job is None or is_over(job):
                 return False
-            scancel(record.name, record, job, self._environ)
+            scancel(job.name, job.job_id, record.cluster, self._environ)
         except SlurmError as error:
             if not error.transient:
                 raise
@@ -117,7 +116,7 @@ class SlurmLauncher(Launcher):
         """Signal the job's batch process: over a slow file system it may see the STOP file late."""
         job = find_job(run, record, self._environ)
         if job is not None and not is_over(job):
-            scancel(record.name, record, job, self._environ, "--batch", "--signal=USR2")
+            scancel(job.name, job.job_id, record.cluster, self._environ, "--batch", "--signal=USR2")
 
     def exec_argv(
         self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool
@@ -168,7 +167,7 @@ class SlurmLauncher(Launcher):
         job = wait_for_end(run, record, self._environ, 5.0)
         if job is None or is_over(job):
             return 0
-        scancel(record.name, record, job, self._environ)
+        scancel(job.name, job.job_id, record.cluster, self._environ)
         job = wait_for_end(run, record, self._environ, _END_TIMEOUT_S)
         if job is not None and not is_over(job):
             raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
@@ -232,7 +231,7 @@ def withdraw_job(run: RunDir, environ: Mapping[str, str]) -> str:
         job = wait_for_job(run, record, environ, num_looks=3)
         if job is None:
             return "Slurm has no job of this run"
-        scancel(record.name, record, job, environ)
+        scancel(job.name, job.job_id, record.cluster, environ)
     except SlurmError as error:
         return f"Slurm may have a job of this run ({error.message}); that job would start nothing"
     finally:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
+import pwd
 import re
 import threading
 import time
@@ -22,15 +23,17 @@ from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.run.job_tag import tag_of
 
 SEPARATOR = "\x1f"
-"""Separates fields. The job's name, which may contain any text, is the last field."""
+"""Separates fields. The job's name and comment, which may contain any text, are the last ones."""
 SQUEUE_FIELDS = {
     "id": "%A", "array_id": "%F", "task": "%K", "state": "%T", "submitted": "%V", "started": "%S", "ended": "%e",
-    "partition": "%P", "num_nodes": "%D", "nodes": "%N", "reason": "%r", "name": "%j",
+    "partition": "%P", "num_nodes": "%D", "nodes": "%N", "reason": "%r", "directory": "%Z",
+    "name": "%j", "comment": "%k",
 }  # fmt: skip
 """Without widths, so that squeue cuts no field."""
 SACCT_FIELDS = {
     "job_id": "JobID", "state": "State", "exit_code": "ExitCode", "submitted": "Submit", "started": "Start",
-    "ended": "End", "partition": "Partition", "num_nodes": "NNodes", "nodes": "NodeList", "name": "JobName",
+    "ended": "End", "partition": "Partition", "num_nodes": "NNodes", "nodes": "NodeList", "directory": "WorkDir",
+    "name": "JobName", "comment": "Comment",
 }  # fmt: skip
 
 
@@ -68,6 +71,10 @@ class Job:
     job_id: str
     """As people write it: `123`, or `123_7` for the task of an array."""
     tag: str
+    """Empty for a job that has none, in its name or comment."""
+    name: str = ""
+    directory: str = ""
+    """The working directory that it was submitted with."""
     array_index: int | None
     """None also for the tasks of an array that never started: sacct prints one line for them."""
     state: str
@@ -97,27 +104,29 @@ class Job:
 
 
 def read_squeue(text: str) -> list[Job]:
-    """Read clusterddp's jobs in squeue's output; skip lines that do not parse, and names without a tag."""
+    """Read squeue's output; skip lines that do not parse."""
     rows = _rows(text, SQUEUE_FIELDS)
     return [job for row in rows if (job := _job(row, row["array_id"], row["task"], "squeue"))]
 
 
 def read_sacct(text: str) -> list[Job]:
-    """Read clusterddp's jobs in sacct's output; each start of a requeued job is a job of its own."""
+    """Read sacct's output; each start of a requeued job is a job of its own."""
     rows = _rows(text, SACCT_FIELDS)
     return [job for row in rows if (job := _job(row, *row["job_id"].partition("_")[::2], "sacct"))]
 
 
 def _job(row: Mapping[str, str], number: str, task: str, source: Literal["squeue", "sacct"]) -> Job | None:
     """Make the job of a row; `task`: its index in its array, or another text."""
-    tag, state = tag_of(row["name"]), row["state"]
-    if tag is None or not _is_number(number) or not state:
+    state = row["state"]
+    if not _is_number(number) or not state:
         return None
     by = re.search(r" by (\d{1,10})\b", state)
     reason = row.get("reason", "")
     return Job(
         job_id=f"{number}_{task}" if _is_number(task) else number,
-        tag=tag,
+        tag=tag_of(row["name"], row["comment"]) or "",
+        name=row["name"],
+        directory=row["directory"],
         array_index=int(task) if _is_number(task) else None,
         state=state.split(maxsplit=1)[0].rstrip("+").upper(),  # `CANCELLED by 0` and `cancelled+` are CANCELLED
         cancelled_by=int(by[1]) if by else None,
@@ -148,9 +157,10 @@ def _is_number(text: str) -> bool:
 
 def _rows(text: str, names: Collection[str]) -> Iterator[dict[str, str]]:
     for line in text.split("\n"):
-        fields = line.split(SEPARATOR, len(names) - 1)
-        if len(fields) == len(names):
-            yield dict(zip(names, [*(field.strip() for field in fields[:-1]), fields[-1]], strict=True))
+        *fields, rest = line.split(SEPARATOR, len(names) - 2)
+        name, found, comment = rest.rpartition(SEPARATOR)
+        if found and len(fields) == len(names) - 2:
+            yield dict(zip(names, [*(field.strip() for field in fields), name, comment], strict=True))
 
 
 MAX_AGE_S = 4.0
@@ -164,11 +174,13 @@ _IDS_PER_QUERY = 2_000
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Wanted:
-    """A query for the job of a run: its tag; the other fields help the accounting to find it."""
+    """A query for the job of a run: it has this tag, or this id and directory; `since` helps the accounting."""
 
     tag: str
     array_index: int | None = None
     job_id: str | None = None
+    directory: str = ""
+    """The working directory with which it was submitted."""
     since: float | None = None
     """Seconds since the epoch: it was not submitted before."""
     noted: float | None = None
@@ -179,6 +191,7 @@ class Wanted:
 
 
 _Key = tuple[str, "int | None"]
+"""The tag of a job, or the id of one without a tag; and its index in its array."""
 _Source = tuple["str | None", tuple[int, ...]]
 
 
@@ -294,7 +307,7 @@ class Slurm:
         return answer
 
     def _squeue(self, cluster: str | None, owners: tuple[int, ...]) -> list[Job]:
-        argv = ["squeue", "--noheader", "--array", "--states=all", _of(owners)]
+        argv = ["squeue", "--noheader", "--array", "--states=all", *_of(owners)]
         return read_squeue(self._run([*argv, *_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS.values())}"]))
 
     def _sacct(self, undecided: list[Wanted]) -> list[Job]:
@@ -309,7 +322,7 @@ class Slurm:
             since = min(time.time() - 86400 if moment is None else moment - 3600 for moment in without_id)
             queries.append(time.strftime("--starttime=%Y-%m-%dT%H:%M:%S", time.localtime(max(0, since))))
         argv = ["sacct", "--allocations", "--parsable2", "--noheader", "--duplicates", f"--delimiter={SEPARATOR}"]
-        argv += [*_on(cluster), _of(owners), f"--format={','.join(SACCT_FIELDS.values())}"]
+        argv += [*_on(cluster), *_of(owners), f"--format={','.join(SACCT_FIELDS.values())}"]
         try:
             jobs = [job for query in queries for job in read_sacct(self._run([*argv, query]))]
         except SlurmError as error:
@@ -328,21 +341,45 @@ def _on(cluster: str | None) -> list[str]:
     return [f"--clusters={cluster}"] if cluster else []
 
 
-def _of(owners: tuple[int, ...]) -> str:
-    return f"--user={','.join(map(str, owners))}"
+def _of(owners: tuple[int, ...]) -> list[str]:
+    """Select the jobs of these users; of all, where the user database lacks one of them: Slurm refuses its number."""
+    try:
+        return [f"--user={','.join(str(pwd.getpwuid(uid).pw_uid) for uid in owners)}"]
+    except KeyError:
+        return []
+
+
+def scancel(name: str, job_id: str | None, cluster: str | None, environ: Mapping[str, str], *options: str) -> None:
+    """Cancel or signal this user's job if it still has this name: Slurm may have reused its id for another job.
+
+    "Invalid job id" is no error here: the job may have ended since. A busy controller can give that answer for a job
+    that exists; the caller waits for the end of the job and so detects it.
+    """
+    only = [*_on(cluster), *_of((os.getuid(),)), f"--name={name}", *options]
+    try:
+        run_slurm(["scancel", *only, *([job_id] if job_id else [])], environ=environ)
+    except SlurmError as error:
+        if error.reason != "unknown job":
+            raise
 
 
 def _pick(jobs: Mapping[_Key, Job], wanted: Wanted) -> Job | None:
     """Find the job; sacct prints one line, without an index, for all tasks of an array that never started."""
-    job = jobs.get((wanted.tag, wanted.array_index))
-    return job or (jobs.get((wanted.tag, None)) if wanted.array_index is not None else None)
+    number = (wanted.job_id or "").partition("_")[0]
+    for index in dict.fromkeys((wanted.array_index, None)):
+        named, numbered = jobs.get((wanted.tag, index)), jobs.get((number, index))
+        if numbered and (not wanted.directory or numbered.directory != wanted.directory):
+            numbered = None  # Slurm reuses ids
+        if found := [job for job in (named, numbered) if job]:
+            return max(found, key=_age)
+    return None
 
 
 def _newest(jobs: list[Job]) -> dict[_Key, Job]:
     """Keep the newest job of each tag and task; the ids of the older ones become its `twins`."""
     found: dict[_Key, Job] = {}
     for job in sorted(jobs, key=_age):
-        key = (job.tag, job.array_index)
+        key = (job.tag or job.job_id.partition("_")[0], job.array_index)
         older = found.get(key)
         twins = () if older is None else older.twins
         if older is not None and older.job_id != job.job_id:

@@ -1,7 +1,8 @@
 """What Slurm knows of a run: the state of its job in queue and accounting, and the age of the run's files.
 
-A job belongs to the run if its name has the run's tag; its id proves nothing. By that tag it is found, cancelled and
-signalled. When Slurm does not answer, the answer is `unknown`; an unanswered query never makes a run LOST.
+A job belongs to the run if its name or comment has the run's tag, or if it has the run's job id and was submitted in
+the run's directory; an id alone proves nothing. When Slurm does not answer, the answer is `unknown`; an unanswered
+query never makes a run LOST.
 """
 
 from __future__ import annotations
@@ -15,12 +16,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.places.slurm.commands import run_slurm
 from clusterddp.places.slurm.explain import explain_end, explain_waiting
 from clusterddp.places.slurm.queue import Job, Phase, Slurm, Wanted
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_of_another_user
-from clusterddp.run.job_tag import job_name
 from clusterddp.run.record import RunRecord
 from clusterddp.run.state import START_GRACE_S, Answer, Records, RunState
 from clusterddp.system.files import read_tail
@@ -48,6 +47,7 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
         tag=record.job_tag,
         array_index=record.array_index,
         job_id=record.job_id,
+        directory=str((run.launcher_dir if record.array_index is None else run.path.parent).absolute()),
         since=record.created_ns / 1e9,
         noted=max(_times([run.record, run.job_answer(record.job_tag), run.path.parent / SWEEP_RECORD])),
         cluster=record.cluster,
@@ -260,18 +260,3 @@ def wait_for_end(run: RunDir, record: RunRecord, environ: Mapping[str, str], tim
     while not is_over(job := find_job(run, record, environ)) and time.monotonic() < deadline:
         time.sleep(_POLL_S)
     return job
-
-
-def scancel(name: str, record: RunRecord, job: Job, environ: Mapping[str, str], *options: str) -> None:
-    """Cancel a job, or signal it, if it still has this name: Slurm may have reused its id for another user's job.
-
-    "Invalid job id" is no error here: the job may have ended since. A busy controller can give that answer for a job
-    that exists; the caller waits for the end of the job and so detects it.
-    """
-    assert record.job_tag is not None
-    only = [f"--user={pwd.getpwuid(os.getuid()).pw_name}", f"--name={job_name(name, record.job_tag)}"]
-    try:
-        run_slurm(["scancel", *only, *options, job.job_id], environ=environ)
-    except SlurmError as error:
-        if error.reason != "unknown job":
-            raise

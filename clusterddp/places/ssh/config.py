@@ -83,8 +83,11 @@ def config_names(config: Path) -> list[str]:
 
 
 def home() -> Path:
-    """Return the home directory that OpenSSH uses: the user database's, not HOME."""
-    return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    """Return the home directory that OpenSSH uses: the user database's; HOME where that has no such user."""
+    try:
+        return Path(pwd.getpwuid(os.getuid()).pw_dir)
+    except KeyError:
+        return Path.home()
 
 
 def _config_lines(config: Path, depth: int = 0) -> Iterator[tuple[str, list[str]]]:

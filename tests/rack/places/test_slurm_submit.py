@@ -233,3 +233,18 @@ def test_resume_submits_a_new_job_with_a_tag_of_its_own(person: SlurmPerson) -> 
     assert (again.base_attempt, again.job_attempt, again.job_tag) == (1, 1, job_tag(first.token, 1))
     assert person.jobs() == [(again.job_id, "PENDING")]
     assert person.job(str(again.job_id))["Requeue"] == "1"
+
+
+def test_a_user_who_has_no_name_cancels_a_job(person: SlurmPerson) -> None:
+    """As in a container, or while the directory service is down."""
+    person.path.chmod(0o777)
+    became = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "env", f"HOME={person.path}"]
+
+    def clusterddp(*arguments: str) -> subprocess.CompletedProcess[str]:
+        argv = [*became, *person.command(*arguments)]
+        return person.rack.run(HEAD, argv, cwd=person.path, env=person.variables(), check=False, timeout_s=150)
+
+    done = clusterddp("submit", "job.yaml")
+    assert done.returncode == 0, done.stderr
+    done = clusterddp("cancel", "@last")
+    assert (done.returncode, person.job(str(person.record().job_id))["JobState"]) == (0, "CANCELLED"), done.stderr

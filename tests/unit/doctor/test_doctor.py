@@ -266,7 +266,7 @@ def test_the_job_takes_over_where_a_spec_may_run_and_not_what_it_takes() -> None
         options={"partition": "gpu", "mail_type": "END", "mem": "500G", "account": False, "time": "9"},
         python="python",
     )
-    argv = sbatch_argv(request, "doctor.tag")
+    argv = sbatch_argv(request, "tag")
     assert {"--partition=gpu", "--nodes=3", "--gpus-per-node=2", "--time=1", "--job-name=doctor.tag"} <= set(argv)
     assert not [word for word in argv if "mail" in word or "500G" in word or "account" in word]
 

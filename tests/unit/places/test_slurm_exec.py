@@ -9,11 +9,11 @@ import pytest
 
 from clusterddp.errors import UsageError
 from clusterddp.places.slurm.launcher import SlurmLauncher
-from clusterddp.places.slurm.queue import SEPARATOR
 from clusterddp.places.staging import make_run
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_tag
 from clusterddp.run.record import RankRecord, read_run, write_run
+from tests.support.fake_slurm import squeue_row
 from tests.support.launch_runs import plan_text
 
 SPEC = "name: job\nlauncher: slurm\nresources: {gpus_per_node: 4, cpus_per_task: 8}\nentry: {script: entry.py}\n"
@@ -25,10 +25,8 @@ def exec_argv(place: Path, *, more: str = "", release: str = "22.05.8", terminal
     run = RunDir(plan.run_dir)
     record = dataclasses.replace(read_run(run), job_id="123", job_tag=job_tag(plan.token, 0))
     write_run(run, record)
-    moment = "2026-01-02T12:00:00"
-    name = f"job.{record.job_tag}"
-    job = ["123", "123", "N/A", "RUNNING", moment, moment, "N/A", "gpu", "1", "gpu02", "None", name]
-    for command, text in (("squeue", SEPARATOR.join(job)), ("sacct", ""), ("srun", f"slurm-wlm {release}")):
+    job = squeue_row(id="123", state="RUNNING", nodes="gpu02", name=f"job.{record.job_tag}")
+    for command, text in (("squeue", job), ("sacct", ""), ("srun", f"slurm-wlm {release}")):
         (place / command).write_text(f"#!/bin/sh\nprintf '%s\\n' '{text}'\n")
         (place / command).chmod(0o755)
     rank = RankRecord(

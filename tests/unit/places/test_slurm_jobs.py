@@ -47,22 +47,45 @@ def test_a_started_task_of_an_array_is_named_by_array_and_index() -> None:
 
 
 @pytest.mark.parametrize("name", ["interactive", "", f"x.{TAG}y", f"{TAG[:-1]}", f"a.{TAG.upper()}", f"{TAG}."])
-def test_a_job_without_a_tag_is_not_ours(name: str) -> None:
-    assert read_squeue(squeue_line(name)) == []
+def test_a_name_without_a_tag_has_none(name: str) -> None:
+    assert [(job.tag, job.name) for job in read_squeue(squeue_line(name))] == [("", name)]
+
+
+@pytest.mark.parametrize(
+    ("comment", "expected"),
+    [
+        (f"clusterddp brisk-otter-3 {TAG}", TAG),
+        (f"mine; clusterddp brisk-otter-3 {TAG}", TAG),
+        (f"a{SEPARATOR}b; clusterddp brisk-otter-3 {TAG}, paid by x", TAG),
+        (f"clusterddp brisk-otter-3 {TAG}0", ""),
+        (TAG, ""),
+        ("", ""),
+    ],
+)
+def test_a_job_that_was_renamed_has_its_tag_in_the_comment(comment: str, expected: str) -> None:
+    for read, row in ((read_squeue, squeue_row), (read_sacct, sacct_row)):
+        assert [job.tag for job in read(row(name="other", comment=comment))] == [expected]
+
+
+def test_the_tag_in_the_name_counts_more_than_one_in_the_comment() -> None:
+    other = "f" * 20
+    [found] = read_squeue(squeue_row(name=f"train.{TAG}", comment=f"clusterddp x {other}"))
+    assert found.tag == TAG
 
 
 @pytest.mark.parametrize(
     "name", ["two\nlines", f"a{SEPARATOR}b", f"17{SEPARATOR}\n{SEPARATOR * 20}", "\r\x1b[2J", "\ud800"]
 )
 def test_the_name_of_another_users_job_confuses_nothing(name: str) -> None:
-    assert len(read_squeue(squeue_line(name) + squeue_line() + squeue_line(name))) == 1
+    found = read_squeue(squeue_line(name) + squeue_line() + squeue_line(name))
+    assert [job.job_id for job in found if job.tag] == ["17"]
 
 
 def test_the_separator_in_the_name_of_a_job_harms_nothing() -> None:
     assert read_squeue(squeue_line(f"a{SEPARATOR}b.{TAG}"))[0].tag == TAG
 
 
-@pytest.mark.parametrize("text", ["", "\n\n", "CLUSTER: east\n", "slurm_load_jobs error: x\n", SEPARATOR * 11 + "\n"])
+@pytest.mark.parametrize("text", ["", "\n\n", "CLUSTER: east\n", "slurm_load_jobs error: x\n", SEPARATOR * 13 + "\n"])
 def test_lines_that_are_no_jobs_are_skipped(text: str) -> None:
     assert read_squeue(text + squeue_line() + text)[0].job_id == "17"
 

@@ -19,6 +19,8 @@ from tests.support.fake_slurm import (
     Fakes,
     accounted,
     queued,
+    sacct_row,
+    squeue_row,
     tag,
 )
 from tests.support.handmade_slurm_runs import age, begin_attempt, end_attempt, make_slurm_run
@@ -144,6 +146,53 @@ def test_an_id_that_slurm_gave_to_another_job_is_not_the_runs(fakes: Fakes) -> N
     fakes.answer("squeue", queued(2, job_id=101))
     fakes.answer("sacct", accounted(2, job_id="101"))
     assert fakes.slurm().find(wanted(1)) is None
+
+
+RENAMED = Wanted(tag=tag(1), job_id="101", directory="/runs/a/launcher")
+
+
+def test_a_job_that_was_renamed_is_known_by_its_comment(fakes: Fakes) -> None:
+    fakes.answer("squeue", squeue_row(id="8", name="other", comment=f"clusterddp a {tag(1)}"))
+    job = fakes.slurm().find(Wanted(tag=tag(1)))
+    assert job
+    assert (job.job_id, job.name) == ("8", "other")
+
+
+@pytest.mark.parametrize(("directory", "is_ours"), [("/runs/a/launcher", True), ("/runs/b/launcher", False)])
+def test_a_job_without_a_tag_is_known_by_its_id_and_directory(fakes: Fakes, directory: str, is_ours: bool) -> None:
+    fakes.answer("squeue", squeue_row(id="101", name="other", directory=directory))
+    assert bool(fakes.slurm().find(RENAMED)) is is_ours
+    fakes.answer("squeue", "")
+    fakes.answer("sacct", sacct_row(job_id="101", name="other", directory=directory))
+    assert bool(fakes.slurm().find(RENAMED)) is is_ours
+
+
+def test_a_job_of_another_run_in_the_same_directory_is_not_this_one(fakes: Fakes) -> None:
+    fakes.answer("squeue", squeue_row(id="101", name=f"x.{tag(2)}", directory="/runs/a/launcher"))
+    assert fakes.slurm().find(RENAMED) is None
+
+
+def test_the_last_start_of_a_job_counts_whatever_its_name_was_then(fakes: Fakes) -> None:
+    first = sacct_row(job_id="101", state="REQUEUED", name=f"x.{tag(1)}", directory="/runs/a/launcher")
+    moment = "2026-01-02T12:00:01"
+    last = sacct_row(job_id="101", state="TIMEOUT", name="other", directory="/runs/a/launcher", submitted=moment)
+    fakes.answer("sacct", first + last)
+    job = fakes.slurm().find(RENAMED)
+    assert job
+    assert job.state == "TIMEOUT"
+
+
+def test_a_task_of_an_array_that_was_renamed_is_known_by_its_id_and_directory(fakes: Fakes) -> None:
+    rows = (
+        squeue_row(id=str(101 + task), array_id="101", task=str(task), name="other", directory="/runs/s", state=state)
+        for task, state in enumerate(("RUNNING", "PENDING"))
+    )
+    fakes.answer("squeue", "".join(rows))
+    slurm = fakes.slurm()
+    found = [
+        slurm.find(Wanted(tag=tag(1), array_index=task, job_id=f"101_{task}", directory="/runs/s")) for task in (0, 1)
+    ]
+    assert [(job.job_id, job.state) for job in found if job] == [("101_0", "RUNNING"), ("101_1", "PENDING")]
 
 
 def test_a_task_that_never_started_is_found_in_the_line_of_its_array(fakes: Fakes) -> None:

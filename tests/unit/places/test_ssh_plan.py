@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -319,3 +321,12 @@ def test_a_submit_of_the_resolved_spec_has_the_same_hosts_and_sends_the_same(rep
     again = plan_text(planned.spec_text, repository / "notes")
     assert again.ssh == planned.ssh
     assert again.gang.nodes == planned.gang.nodes
+
+
+@pytest.mark.root
+def test_a_user_who_has_no_name_completes_hosts(tmp_path: Path) -> None:
+    program = "from clusterddp.places.ssh.config import home; print(home())"
+    environ = {"HOME": "/nowhere/ana", "PYTHONPATH": str(ROOT)}
+    argv = [sys.executable, "-c", program]
+    done = subprocess.run(argv, env=environ, user=54_321, cwd="/", capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("/nowhere/ana\n", "")
