@@ -91,6 +91,8 @@ def choose_options(job: JobSpec, environ: Mapping[str, str], dependency: str | N
     options |= {name: value for name, value in own.items() if name not in SRUN_OPTIONS}
     exported, notes = _exported(environ, {**wanted, **options})
     sbatch = options | exported
+    if job.resources.cpus_per_task is None and sbatch.get("exclusive") is True:
+        del sbatch["cpus_per_task"]  # a number would leave each rank as many of its node's cores
     srun: Options = {name: value for name, value in own.items() if name in SRUN_OPTIONS}
     bound = [name for name in sbatch if name in BIND_OPTIONS and not str(sbatch[name]).endswith("none")]
     notes += tuple(f"slurm.{name}: {_BOUND}" for name in bound if asks_for_gpus(sbatch))
@@ -329,7 +331,7 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
         "ntasks": options["ntasks"],
         "ntasks_per_node": options["ntasks_per_node"],
         # srun of 22.05 to 23.02 does not inherit it from the job.
-        "cpus_per_task": options["cpus_per_task"],
+        "cpus_per_task": options.get("cpus_per_task", False),
         # Ranks with neighbouring numbers then share a socket, and usually their GPUs; Slurm's default is cyclic.
         "distribution": options.get("distribution") or "block:block",
         "unbuffered": True,
@@ -438,7 +440,7 @@ def place(job: JobSpec, request: Request) -> Placement:
     refuse_odd_path(request.runs_dir)
     dependency, waiting = find_dependency(job.after, request.runs_dir)
     options = choose_options(job, request.environ, dependency)
-    placement = plan_slurm_placement(job, gpus=options.gpus)
+    placement = plan_slurm_placement(job, gpus=options.gpus, whole_nodes="cpus_per_task" not in options.sbatch)
     shared = check_shared(
         request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
     )
@@ -459,9 +461,10 @@ def place(job: JobSpec, request: Request) -> Placement:
     return dataclasses.replace(placement, notes=notes, slurm=slurm)
 
 
-def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
-    """Place the ranks on the nodes of a job; Slurm chooses hosts and GPUs at its start. `gpus`: the job asks for GPUs.
+def plan_slurm_placement(job: JobSpec, *, gpus: bool, whole_nodes: bool) -> Placement:
+    """Place the ranks on the nodes of a job; Slurm chooses hosts and GPUs at its start.
 
+    `gpus`: the job asks for GPUs. `whole_nodes`: it has all cores of its nodes, and names no number of them.
     Raises: PreflightError: the spec asks for nccl and for no GPUs.
     """
     per_node = job.resources.ranks_per_node
@@ -483,7 +486,8 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool) -> Placement:
     if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
         notes.append("resources.gpus_per_node is not set: the job asks for no GPU, its ranks compute on the CPU")
     if job.resources.cpus_per_task is None:
-        notes.append("resources.cpus_per_task is not set: one core for each rank")
+        share = "the ranks of a node share all of its cores, with one thread each"
+        notes.append(f"resources.cpus_per_task is not set: {share if whole_nodes else 'one core for each rank'}")
     return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(notes))
 
 

@@ -29,7 +29,7 @@ from clusterddp.places.slurm.state import (
 from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.planning.processes import EXEC_MODULE, python_path, travelling_variables
 from clusterddp.planning.program import TRAINER
-from clusterddp.planning.slurm import IMPORT_PATH, SlurmPlan, find_dependency, without_waiting
+from clusterddp.planning.slurm import IMPORT_PATH, SlurmPlan, find_dependency, option_argv, without_waiting
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_tag
 from clusterddp.run.record import (
@@ -138,7 +138,8 @@ class SlurmLauncher(Launcher):
                 ["squeue", "--noheader", "--format=%A", f"--jobs={job_id}"], environ=self._environ
             ).strip()
         step = ["srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={rank.host}"]
-        step += [f"--cpus-per-task={plan.slurm.sbatch_options['cpus_per_task']}", "--mem=0", "--mpi=none"]
+        cores = {"cpus_per_task": plan.slurm.sbatch_options.get("cpus_per_task", False)}
+        step += [*option_argv(cores), "--mem=0", "--mpi=none"]
         if plan.slurm.container is not None:
             raise UsageError(
                 f"{run.name}: its ranks are in a container, in which clusterddp starts no command",

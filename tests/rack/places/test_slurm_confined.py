@@ -132,6 +132,16 @@ def supervisors(run: RunDir, node_rank: int) -> list[int]:
     ]
 
 
+def test_a_rank_on_a_node_of_its_own_has_all_cores(confined):
+    place = at(confined, "whole")
+    text = spec(place, ranks=1, more=", exclusive: true").replace("cpus_per_task: 1, ", "")
+    run = place.submit(text)
+    place.await_status(run, lambda _: len(seen(run, 2)) == 2)
+    say(place, "end")
+    assert end(place, run) == {}
+    assert [look["cores"] for look in seen(run, 2)] == [[0, 1], [0, 1]]
+
+
 def test_ranks_have_the_cores_and_gpus_of_their_job_alone(confined):
     place, run = start(confined, "see")
     looks = seen(run, 4)

@@ -137,6 +137,27 @@ def test_srun_always_receives_the_cores_of_a_task(tmp_path: Path) -> None:
     assert "resources.cpus_per_task is not set: one core for each rank" in planned.notes
 
 
+@pytest.mark.parametrize(
+    ("more", "environ"), [("slurm: {exclusive: true}", {}), ("", {"SBATCH_EXCLUSIVE": "1"})], ids=["spec", "shell"]
+)
+def test_on_whole_nodes_the_ranks_share_all_cores(tmp_path: Path, more: str, environ: dict[str, str]) -> None:
+    planned = plan(tmp_path, more, spec="name: a\nlauncher: slurm\n", environ=environ)
+    assert named(planned.slurm.sbatch, "cpus-per-task") == named(planned.slurm.srun, "cpus-per-task") == []
+    note = "resources.cpus_per_task is not set: the ranks of a node share all of its cores, with one thread each"
+    assert note in planned.notes
+
+
+@pytest.mark.parametrize("more", ["slurm: {exclusive: user}", "slurm: {exclusive: false}", ""])
+def test_on_a_part_of_a_node_each_rank_has_one_core(tmp_path: Path, more: str) -> None:
+    planned = plan(tmp_path, more, spec="name: a\nlauncher: slurm\n")
+    assert named(planned.slurm.sbatch, "cpus-per-task") == ["--cpus-per-task=1"]
+
+
+def test_cores_that_the_spec_names_hold_on_whole_nodes_too(tmp_path: Path) -> None:
+    planned = plan(tmp_path, "slurm: {exclusive: true}")
+    assert named(planned.slurm.srun, "cpus-per-task") == ["--cpus-per-task=3"]
+
+
 @pytest.mark.parametrize(("gigabytes", "text"), [(64, "64G"), (1.5, "1536M"), (0.3, "308M"), (2.0, "2G")])
 def test_memory_is_spelled_exactly(gigabytes: float, text: str) -> None:
     assert memory_text(gigabytes) == text
