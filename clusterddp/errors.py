@@ -18,6 +18,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+_MAX_OF_HOST = 2000
+"""Characters of an error that a host sends, which may be any text."""
+
 
 class ClusterddpError(Exception):
     """An error whose message is for the user: where, what was found, what was expected; `hint` says what to do."""
@@ -106,6 +109,7 @@ class SshError(PreflightError):
     def __init__(
         self, host: str, phase: SshPhase, found: str, *, hint: str | None = None, dropped: bool = False
     ) -> None:
+        found, hint = found[:_MAX_OF_HOST], hint and hint[:_MAX_OF_HOST]
         super().__init__(f"{host}: {phase}: {found}", hint=hint)
         self.host = host
         self.phase = phase

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from clusterddp.cli.login import AT_LOGIN
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
-from clusterddp.places.ssh.session import NO_PACKAGE, package, ssh_argv
+from clusterddp.places.ssh.session import MAX_PREFACE_BYTES, NO_PACKAGE, package, ssh_argv
 from clusterddp.planning.program import absent_notes, plan_program
 from clusterddp.planning.ssh import SshNode, constant_command
 from clusterddp.run.code import SnapshotPlan, describe_commit
@@ -236,8 +236,12 @@ class _Ssh:
         Raises: SshError.
         """
         assert self.process.stdout is not None
-        for line in self.process.stdout:
+        skipped = 0
+        while line := self.process.stdout.readline(MAX_PREFACE_BYTES):
             if not line.startswith(_MARK):
+                skipped += len(line)
+                if skipped > MAX_PREFACE_BYTES:
+                    raise NonsenseError(self.host, f"its login shell printed more than {MAX_PREFACE_BYTES:,} bytes")
                 continue
             try:
                 answer = read_object(line.removeprefix(_MARK))

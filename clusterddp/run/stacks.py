@@ -26,7 +26,7 @@ _ID = re.compile(r"[A-Za-z0-9-]{1,40}")
 _MAX_REQUEST_BYTES = 4096
 _STALE_S = 30.0
 """A request that is older was not seen by any supervisor; it no longer holds up a new one."""
-_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_FRAME = re.compile(r'  File "(.*)", line ([0-9]{1,9}) in (.*)')
 _MAX_FRAMES = 60
 
 

@@ -8,7 +8,7 @@ import io
 import random
 import shutil
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Any, Literal
@@ -147,7 +147,7 @@ def mirrored(root: Path) -> Target:
             run=run, name="hosts.01234567", token=TOKEN, node=SshNode(host="gpu01"), ranks=logs,
             fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
-        asks = [{"name": host_run.name, "token": TOKEN}]
+        asks = [{"name": host_run.name, "token": TOKEN, "begin": 0}]
         listed = session.ask("run.look", {"runs": asks}).facts["runs"].get(host_run.name)
         if listed is None:
             return
@@ -158,6 +158,62 @@ def mirrored(root: Path) -> Target:
         read_status(run)
 
     return Target(name="a run that is downloaded", examples=[Example(value=b"", what=None)], read=read)
+
+
+def listings(root: Path) -> Iterator[Target]:
+    """Read what a host lists: any names, also of files that a run may have; and what it answers instead."""
+    from clusterddp.errors import SshError
+    from clusterddp.places.ssh.host_run import HostRun, Wants, checkpoints_among, newest_attempt, report_of
+    from clusterddp.places.ssh.sessions import SessionPool
+    from clusterddp.planning.ssh import SshNode
+
+    run, node = make_run(root / "listed", "hosts"), SshNode(host="gpu01")
+    wants = Wants(logs=frozenset({0}), results=True)
+    host_run = HostRun(
+        run=run, name="hosts.01234567", token=TOKEN, node=node, ranks=frozenset({0, 1}), fetch=("logs", "checkpoints"),
+        wants=wants,
+    )  # fmt: skip
+    answer = {"alive": ["s0"], "boot": "b", "has_run": True, "end_attempt": None, "end": None}
+
+    def read(what: Any, data: bytes, rng: random.Random) -> None:
+        names = data.decode("utf-8", "surrogateescape").split("\n")
+        files = dict.fromkeys(names, (3, 10**18))
+        report_of(host_run, answer, files)
+        checkpoints_among(files)
+        taken = host_run.wanting_from(newest_attempt(run, files))
+        for name in names:
+            if taken.kind_of(name) is not None and not taken.place_of(name).resolve().is_relative_to(
+                run.path.resolve()
+            ):
+                raise AssertionError(f"{name!r} is outside of the run")
+
+    def ask(what: Any, data: bytes, rng: random.Random) -> None:
+        pool = SessionPool(lambda node: _session(lambda request: data))
+        try:
+            works = {node: lambda session: session.ask("run.look").facts["runs"]["x"]["files"]["y"]}
+            (found,) = pool.run("look", works, 10.0).values()
+        finally:
+            pool.close()
+        if not isinstance(found, SshError) or len(str(found)) > 3000:
+            raise AssertionError(f"{found!r:.200}")
+
+    paths = (
+        *("attempts/0/ranks/0.json", "attempts/0/results/1.pkl", "attempts/3/logs/rank-000.out", "attempts/1/end.json"),
+        *("attempts/0/logs/node-0.times", "launcher/supervisor-0.log", "attempts/0/stacks/1795600000-0a1b2c.json"),
+        *("checkpoints/step-00000007-a0.json", "checkpoints/step-00000007-a0.pt", "tb/events", "output/model.txt"),
+    )
+    yield Target(name="names that a host lists", examples=[Example(value="\n".join(paths))], read=read)
+    look = {
+        "boot": "b",
+        "alive": [],
+        "has_run": True,
+        "end_attempt": 0,
+        "end": {},
+        "files": {"a": [1, 1]},
+        "more": False,
+    }
+    said = Example(value={"ok": True, "size": 0, "runs": {"x": look}})
+    yield Target(name="what a host of several says", examples=[said], read=ask)
 
 
 def _mutated(rng: random.Random, said: bytes) -> bytes:
@@ -192,7 +248,7 @@ def requests(root: Path) -> Target:
         {"do": "host.list", "tokens": [TOKEN], "older_than_s": 1e9},
         {"do": "host.remove", "places": ["runs/x"], "older_than_s": 1e9},
         {"do": "host.remove", "places": ["runs/x.0123abcd"], "older_than_s": None},
-        {"do": "run.look", "runs": [{"name": name, "token": TOKEN}]},
+        {"do": "run.look", "runs": [{"name": name, "token": TOKEN, "begin": 1}]},
         {"do": "run.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.fuzz.hosts import answers, mirrored, requests, trees
+from tests.fuzz.hosts import answers, listings, mirrored, requests, trees
 from tests.fuzz.mutations import Target
 from tests.fuzz.records import login_notes, nodes_reports, records
 from tests.fuzz.sockets import said_over_sockets
@@ -18,6 +18,7 @@ def make_targets(root: Path) -> list[Target]:
         *[of_runs] * 8,  # most of what is read
         answers(),
         mirrored(root),
+        *listings(root),
         requests(root),
         *said_over_sockets(root),
         printed_by_ranks(),

@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from clusterddp.errors import SshError
+from clusterddp.errors import ClusterddpError, SshError
 from clusterddp.places.ssh.config import Destination, resolve
 from clusterddp.places.ssh.keys import check_host_key, read_known_keys, signing_algorithms
 
@@ -84,7 +84,8 @@ class Connector:
         with self._gate:
             session = self.connect(node.host, pinned=node.host_key)
             try:
-                session.start_agent(node)
+                with blamed(node.host):
+                    session.start_agent(node)
             except BaseException:
                 session.close()
                 raise
@@ -106,7 +107,7 @@ class Connector:
         with self._lock:
             gate = self._gates.setdefault(destination.first_hop, threading.Semaphore(_PER_BASTION))
         try:
-            with gate:
+            with gate, blamed(destination.host):
                 yield
         except SshError as error:
             if error.host == destination.host:
@@ -178,6 +179,18 @@ class Connector:
                     raise
                 route.session.retain()
             return route.session
+
+
+@contextlib.contextmanager
+def blamed(host: str) -> Iterator[None]:
+    """Make an unexpected error the host's: what a host sends may break whatever reads it, and harms no other host."""
+    try:
+        yield
+    except SshError:
+        raise
+    except Exception as error:
+        name = "" if isinstance(error, ClusterddpError) else f"what it sends cannot be read: {type(error).__name__}: "
+        raise SshError(host, "ask", f"{name}{error}", dropped=True) from error
 
 
 def fulfil(future: Future[_Result | SshError], function: Callable[..., _Result], *words: Any) -> None:

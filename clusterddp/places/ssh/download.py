@@ -32,8 +32,8 @@ PIECE_BYTES = 4 << 20
 """How much is requested at once, and held in memory."""
 _TURN_BYTES = 64 << 20
 """How many bytes of growing files are downloaded before the records."""
-_SPARE_BYTES = 16 << 20
-"""How much of the disk stays free."""
+_SPARE_BYTES, _MAX_SPARE_BYTES = 16 << 20, 512 << 20
+"""How much of the disk stays free: 5 % of it, within these bounds. What a host sends may grow without end."""
 _OVERLAP_BYTES = 256
 """How much of the end of a copy is requested again: a file that has other bytes there was replaced."""
 _MAX_PARTS = 256
@@ -199,8 +199,10 @@ def _set_aside(path: Path) -> None:
 def _write_piece(path: Path, offset: int, data: bytes, mtime_ns: int | None) -> None:
     """Write a piece at its offset; `mtime_ns`: the file's mtime, when the piece completes it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    if shutil.disk_usage(path.parent).free < len(data) + _SPARE_BYTES:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+    free, spare = _read_room(path.parent)
+    if free < len(data) + spare:
+        kept = f"{os.strerror(errno.ENOSPC)}, of which {spare / 1e6:.0f} MB stay free"
+        raise OSError(errno.ENOSPC, kept, str(path))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         view = memoryview(data)
@@ -308,12 +310,18 @@ def _download_file(session: Session, host_run: HostRun, path: str, listed: Liste
 
 def _check_room(host_run: HostRun, num_bytes: int) -> None:
     """Raises: ClusterddpError: the disk has too little room."""
-    free = shutil.disk_usage(host_run.run.path).free
-    if num_bytes + _SPARE_BYTES > free:
+    free, spare = _read_room(host_run.run.path)
+    if num_bytes + spare > free:
         raise ClusterddpError(
             f"{host_run.run.path}: {num_bytes / 1e6:.1f} MB to download from {host_run.host}, {free / 1e6:.1f} MB free",
             hint=f"free some space, then clusterddp status {host_run.run.name} downloads them",
         )
+
+
+def _read_room(path: Path) -> tuple[int, int]:
+    """Return how many bytes of the disk are free, and how many have to stay so."""
+    disk = shutil.disk_usage(path)
+    return disk.free, max(_SPARE_BYTES, min(_MAX_SPARE_BYTES, disk.total // 20))
 
 
 def _is_here(place: Path, listed: Listed) -> bool:

@@ -38,17 +38,18 @@ Listed = tuple[int, int]
 Kind = Literal["grows", "whole", "end", "events", "large"]
 """How a file is downloaded. grows: new bytes are appended. whole: small, replaced at once. end: small, never replaced.
 events: its rows are added to the local ones. large: under a temporary name first, and checked."""
-_OF_ATTEMPT = re.compile(r"attempts/\d+/")
-_MANIFEST = re.compile(r"checkpoints/step-(?P<step>\d+)-a(?P<attempt>\d+)\.json")
-_LOGS = r"attempts/(?P<attempt>\d+)/logs"
+_N = "[0-9]{1,9}"
+_OF_ATTEMPT = re.compile(rf"attempts/{_N}/")
+_MANIFEST = re.compile(rf"checkpoints/step-(?P<step>{_N})-a(?P<attempt>{_N})\.json")
+_LOGS = rf"attempts/(?P<attempt>{_N})/logs"
 _FILES: tuple[tuple[str, Kind, str | None], ...] = (
-    (r"attempts/\d+/ranks/(?P<rank>\d+)(\.error)?\.json", "whole", None),
-    (r"attempts/\d+/results/(?P<rank>\d+)\.pkl", "large", "results"),
-    (rf"{_LOGS}/rank-(?P<rank>\d+)\.(out|err|nccl)", "grows", "logs"),
-    (rf"{_LOGS}/node-(?P<node>\d+)\.times", "grows", "logs"),
-    (r"launcher/supervisor-(?P<node>\d+)\.log", "grows", "logs"),
-    (r"attempts/\d+/end\.json", "end", None),
-    (r"attempts/\d+/((start|stopped|usage|stacks/[A-Za-z0-9-]{1,40})\.json|ASKED)|summary\.json", "whole", None),
+    (rf"attempts/{_N}/ranks/(?P<rank>{_N})(\.error)?\.json", "whole", None),
+    (rf"attempts/{_N}/results/(?P<rank>{_N})\.pkl", "large", "results"),
+    (rf"{_LOGS}/rank-(?P<rank>{_N})\.(out|err|nccl)", "grows", "logs"),
+    (rf"{_LOGS}/node-(?P<node>{_N})\.times", "grows", "logs"),
+    (rf"launcher/supervisor-(?P<node>{_N})\.log", "grows", "logs"),
+    (rf"attempts/{_N}/end\.json", "end", None),
+    (rf"attempts/{_N}/((start|stopped|usage|stacks/[A-Za-z0-9-]{{1,40}})\.json|ASKED)|summary\.json", "whole", None),
     (r"metrics\.jsonl", "grows", None),
     (r"events\.jsonl", "events", None),
     (r"tb/(?s:.*)", "grows", "metrics"),

@@ -36,10 +36,10 @@ BOOT_TIMEOUT_S = 30.0
 _CHUNK_BYTES = 1 << 18
 _PACKET_BYTES = 32 * 1024 - 64
 """The largest packet that sshd accepts, less paramiko's header."""
-_MAX_PREFACE_BYTES = 256 * 1024
+MAX_PREFACE_BYTES = 256 * 1024
 """How much a login shell may print before the agent's first line."""
-_MAX_LINE_BYTES, _MAX_DATA_BYTES = 32 << 20, 64 << 20
-"""The largest answer: one line lists all files of a run; the data are pieces of files."""
+_MAX_LINE_BYTES, _MAX_DATA_BYTES = 4 << 20, 8 << 20
+"""The largest answer: a line of JSON takes fifty times its size of memory; the data are pieces of files."""
 _MARK = b"clusterddp-agent "
 NO_PACKAGE = 86
 """The exit code of `ssh_argv` where the host does not have the package."""
@@ -284,7 +284,7 @@ class Session:
                     raise SshError(self.host, "start", str(answer.get("error")))
                 return self._build(keys, answer)
             preface += line
-            if len(preface) > _MAX_PREFACE_BYTES:
+            if len(preface) > MAX_PREFACE_BYTES:
                 self._raise_start_error(preface, None)
 
     def _ask(self, do: str, facts: Mapping[str, Any], upload: Upload, timeout_s: float) -> Reply:
@@ -307,7 +307,7 @@ class Session:
     def _raise_start_error(self, preface: bytes, error: SshError | None) -> NoReturn:
         """Raise why the agent did not start: the last line that the host printed, where there is one."""
         printed = (preface + self._read_stderr()).decode(errors="replace").strip().splitlines()
-        too_much = f"its login shell printed more than {_MAX_PREFACE_BYTES:,} bytes"
+        too_much = f"its login shell printed more than {MAX_PREFACE_BYTES:,} bytes"
         found = printed[-1].removeprefix("clusterddp: ") if printed else (error.found if error else too_much)
         hint = "ssh.python, venv, conda or modules of the spec choose the Python on the host"
         raise SshError(self.host, "start", found, hint=hint) from error

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
-from clusterddp.places.ssh.connections import EACH_S, Connector, call_each, fulfil
+from clusterddp.places.ssh.connections import EACH_S, Connector, blamed, call_each, fulfil
 from clusterddp.places.ssh.session import Reply, Session
 from clusterddp.planning.ssh import SshNode
 
@@ -52,7 +52,8 @@ def ask_all(
     longest_s = timeout_s + EACH_S * len(sessions)
 
     def ask(host: str) -> Reply:
-        return sessions[host].ask(do, facts(host) if callable(facts) else facts, body=body, timeout_s=longest_s)
+        with blamed(host):
+            return sessions[host].ask(do, facts(host) if callable(facts) else facts, body=body, timeout_s=longest_s)
 
     return call_each(ask, sessions)
 
@@ -146,7 +147,7 @@ class Heartbeats:
         """Send heartbeats to one host, in a thread of its own: a host that hangs delays no other."""
         wait_s = first_s
         # A connection that breaks ends the ranks on that host, and therefore everywhere.
-        with contextlib.suppress(SshError):
+        with contextlib.suppress(SshError), blamed(session.host):
             while not self._stopped.wait(wait_s):
                 session.send_heartbeat(_HEARTBEAT_ANSWER_S)
                 wait_s = HEARTBEAT_INTERVAL_S
@@ -230,8 +231,9 @@ class _Host:
         while True:
             session, is_old = self.session, self.session is not None
             try:
-                session = self.session = session or self.open_session(self.node)
-                result = work(session)
+                with blamed(self.node.host):
+                    session = self.session = session or self.open_session(self.node)
+                    result = work(session)
             except SshError as error:
                 if session is not None and (error.dropped or error.phase != "ask"):
                     self.session = None

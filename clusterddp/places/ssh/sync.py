@@ -44,6 +44,8 @@ FIRST_ANSWER_S = 12.0
 """How long the first answers may take; they include the time to connect."""
 _ANSWER_S = 3.0
 _PAUSE_S = 0.2
+_MAX_PARTS = 16
+"""In how many parts a host may list the files of a run."""
 _EXIT_S = 5.0
 """How long the last processes of a run may take to exit after its end; until then they may write results."""
 _RETURN_S = 15.0
@@ -230,7 +232,7 @@ class Synchroniser:
 
     def _ask_host(self, node: SshNode, host_runs: list[HostRun], session: Session) -> list[_Result]:
         """Ask a host for what is new of runs, and download it; runs in the host's own thread."""
-        asked = [{"name": each.name, "token": each.token} for each in host_runs]
+        asked = [{"name": each.name, "token": each.token, "begin": 0} for each in host_runs]
         reply = session.ask("run.look", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
         results = []
         for host_run in host_runs:
@@ -238,7 +240,7 @@ class Synchroniser:
             if answer is None:
                 raise NonsenseError(node.host, f"nothing of {host_run.name}")
             if answer["files"] is not None:
-                self._listings[node, host_run.name] = answer["files"]
+                self._listings[node, host_run.name] = _read_list(session, host_run, answer)
             files = self._listings.get((node, host_run.name), {})
             results.append(self._download(session, host_run, answer, files))
         return results
@@ -257,6 +259,19 @@ class Synchroniser:
                 else:
                     result.report = dataclasses.replace(result.report, complete=newest_attempt(host_run.run))
         return result
+
+
+def _read_list(session: Session, host_run: HostRun, answer: Mapping[str, Any]) -> dict[str, Listed]:
+    """Read the list of a run's files, which a host sends in parts."""
+    files: dict[str, Listed] = {}
+    for _ in range(_MAX_PARTS):
+        files |= answer["files"] or {}
+        if not answer["more"]:
+            return files
+        asked = {"name": host_run.name, "token": host_run.token, "begin": len(files)}
+        runs = session.ask("run.look", {"runs": [asked]}, timeout_s=ASK_TIMEOUT_S).facts["runs"]
+        answer = runs.get(host_run.name) or {"files": None, "more": False}
+    raise NonsenseError(session.host, f"more than {len(files):,} files of {host_run.name}")
 
 
 NO_HOSTS = Synchroniser((), {})

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -14,14 +15,15 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli.login_command import LoginCommand, run_at_login
 from clusterddp.errors import SshError
-from clusterddp.places.ssh import session as session_module
 from clusterddp.places.ssh.host_run import read_reports
 from clusterddp.places.ssh.launcher import lease_gpus
 from clusterddp.places.ssh.network import probe_network
 from clusterddp.places.ssh.session import Session
 from clusterddp.places.ssh.sessions import SessionPool
 from clusterddp.planning.ssh import SshNode
+from clusterddp.spec.hosts import Login
 from clusterddp.system.files import write_json
 from clusterddp.view.ps import Hosts
 from tests.support.agent_hosts import Hosts as AgentHosts
@@ -79,16 +81,12 @@ def test_nonsense_is_an_error_of_that_host_which_is_then_left(answer: bytes) -> 
         session.ask("beat", timeout_s=5)
 
 
-def test_a_line_without_end_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(session_module, "_MAX_LINE_BYTES", 1 << 20)
-    sent = []
-
+def test_a_line_without_end_is_not_kept() -> None:
     def flood(request: dict[str, Any]) -> bytes:
-        sent.append(1)
         return b"x" * (64 << 20)
 
     begun = time.monotonic()
-    with pytest.raises(SshError, match="more than 1,048,576 bytes in a line"):
+    with pytest.raises(SshError, match="more than 4,194,304 bytes in a line"):
         hostile_session(flood).ask("beat", timeout_s=5)
     assert time.monotonic() - begun < 5
 
@@ -129,7 +127,7 @@ def test_a_host_that_lists_nothing_old_is_an_error_of_that_host() -> None:
 
 
 def listed(files: dict[str, list[int]]) -> dict[str, Any]:
-    rest = {"boot": "b", "alive": [], "has_run": True, "end_attempt": None, "end": None}
+    rest = {"boot": "b", "alive": [], "has_run": True, "end_attempt": None, "end": None, "more": False}
     return rest | {"files": files}
 
 
@@ -196,6 +194,87 @@ def test_a_log_that_always_begins_anew_is_kept_some_times(hosts: AgentHosts) -> 
         hosts.logs(0)
     assert len(list(hosts.run.attempt(0).logs.iterdir())) == 17
     assert any("begun anew" in text for text in hosts.said)
+
+
+def with_hostile(hosts: AgentHosts, answer: Answer) -> None:
+    """Let gpu01 answer as it likes; gpu02 is an honest agent."""
+    honest = hosts.open
+
+    def open_session(access: SshNode) -> Session:
+        return hostile_session(answer) if access.host == "gpu01" else honest(access)
+
+    hosts.open = open_session  # type: ignore[method-assign]
+    hosts.start()
+
+
+@pytest.mark.parametrize("name", ["attempts/{}/end.json", "checkpoints/step-{}-a0.json", "attempts/0/logs/rank-{}.out"])
+def test_a_listed_number_without_end_harms_no_host(hosts: AgentHosts, name: str) -> None:
+    nothing: Answer = lambda request: say(parts=[read_part(gone=True) for _ in request["parts"]])  # noqa: E731
+    with_hostile(hosts, answering(hosts, {name.format("9" * 5000): [1, 1]}, nothing))
+    hosts.look()
+    assert {host: report.error for host, report in read_reports(hosts.run).items()} == {"gpu01": None, "gpu02": None}
+
+
+def test_a_list_that_goes_on_for_ever_is_an_error_of_that_host(hosts: AgentHosts) -> None:
+    def endless(request: dict[str, Any]) -> bytes:
+        (run,) = request["runs"]
+        return say(runs={run["name"]: listed({f"tb/{run['begin']}": [1, 1]}) | {"more": True}})
+
+    with_hostile(hosts, endless)
+    hosts.look()
+    reports = read_reports(hosts.run)
+    assert "more than 16 files of brisk-otter-3" in str(reports["gpu01"].error)
+    assert reports["gpu02"].error is None
+
+
+def test_whatever_breaks_the_work_on_one_host_is_an_error_of_that_host(hosts: AgentHosts) -> None:
+    honest = hosts.open
+
+    def open_session(access: SshNode) -> Session:
+        if access.host == "gpu01":
+            raise IndexError("an odd packet")  # as paramiko does
+        return honest(access)
+
+    hosts.open = open_session  # type: ignore[method-assign]
+    hosts.start()
+    hosts.look()
+    reports = read_reports(hosts.run)
+    assert "what it sends cannot be read: IndexError: an odd packet" in str(reports["gpu01"].error)
+    assert reports["gpu02"].error is None
+
+
+def test_an_error_of_a_host_is_cut() -> None:
+    session = hostile_session(lambda request: json.dumps({"ok": False, "error": "x" * 3_000_000}).encode() + b"\n")
+    with pytest.raises(SshError) as error:
+        session.ask("beat", timeout_s=5)
+    assert len(error.value.message) < 2100
+
+
+@pytest.mark.parametrize("line", ["x", "noise\n"])
+def test_a_login_node_that_prints_for_ever_is_left(tmp_path: Path, line: str) -> None:
+    ssh = tmp_path / "ssh"
+    ssh.write_text(f"#!{sys.executable}\nwhile True: print({line!r} * 10_000, end='')\n")
+    ssh.chmod(0o755)
+    command = LoginCommand(arguments=["--version"])
+    with pytest.raises(SshError, match="its login shell printed more than 262,144 bytes"):
+        run_at_login(Login(host="hpc"), command, environ={"PATH": str(tmp_path)}, write_out=lambda data: None)
+
+
+def test_a_long_list_of_files_comes_in_parts(tmp_path: Path) -> None:
+    with running_hosts(tmp_path, "gpu01", fetch=["metrics"]) as hosts:
+        hosts.start()
+        folder = hosts.head.path / "tb"
+        folder.mkdir()
+        for number in range(15_000):
+            (folder / f"{number}-{'x' * 200}").touch()
+        (folder / "events").write_text("a curve")
+        write_json(hosts.head.attempt(0).path / "end.json", {"outcome": "COMPLETED", "reason": "", "ended": 1.0})
+        hosts.look()
+        assert hosts.sessions[0].asked.count("run.look") == 2
+        assert read_reports(hosts.run)["gpu01"].end_attempt == 0
+        assert hosts.fetch()
+        assert (hosts.run.path / "tb" / "events").read_text() == "a curve"
+        assert len(list((hosts.run.path / "tb").iterdir())) == 15_001
 
 
 def test_names_that_no_disk_takes_are_left_there(hosts: AgentHosts) -> None:

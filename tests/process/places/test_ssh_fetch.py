@@ -18,6 +18,7 @@ from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
 from tests.support.agent_hosts import Hosts, running_hosts
+from tests.support.storage_faults import disk
 from tests.support.waiting import wait_until
 
 END = AttemptEnd(outcome="COMPLETED", reason="all ranks ended with exit code 0")
@@ -162,6 +163,20 @@ def test_a_full_disk_is_said_once_and_costs_nothing_that_is_there(hosts: Hosts) 
         assert attempt.stdout(0).read_bytes().startswith(ours)
         assert shutil.disk_usage(hosts.run.path).free > 8 << 20
     assert [text for text in hosts.said if "No space left on device" in text] == hosts.said[:1] == hosts.said
+
+
+@pytest.mark.root
+def test_a_log_that_grows_leaves_a_twentieth_of_the_disk(hosts: Hosts) -> None:
+    hosts.start()[0].stdout(0).write_bytes(b"x")
+    kept = hosts.run.path.with_name("kept")
+    shutil.copytree(hosts.run.path, kept)
+    with disk(hosts.run.path, size="1G"):
+        shutil.copytree(kept, hosts.run.path, dirs_exist_ok=True)
+        with (hosts.run.path / "filler").open("wb") as file:
+            os.posix_fallocate(file.fileno(), 0, shutil.disk_usage(hosts.run.path).free - (40 << 20))
+        hosts.logs(0)
+        assert not hosts.run.attempt(0).stdout(0).exists()
+        assert [text for text in hosts.said if "No space left on device, of which 5" in text] == hosts.said
 
 
 @pytest.mark.root

@@ -52,6 +52,8 @@ class NamedRun(TypedDict):
     name: str
     """The name of its directory there."""
     token: str
+    begin: int
+    """How many files of its list were sent already."""
 
 
 class Look(TypedDict):
@@ -66,7 +68,9 @@ class Look(TypedDict):
     end: dict[str, Any] | None
     """The newest end that is recorded there."""
     files: dict[str, tuple[int, int]] | None
-    """Path -> size, time of the last change in ns; None: as in the last answer on this connection."""
+    """Path -> size, time of the last change in ns; None: as in the last list on this connection."""
+    more: bool
+    """True: the list goes on."""
 
 
 class Part(TypedDict):

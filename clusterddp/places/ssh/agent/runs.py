@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import stat
 import subprocess
@@ -28,6 +29,8 @@ from clusterddp.system.files import read_json, read_tail, write_bytes, write_jso
 
 MAX_REPLY_BYTES = 8 << 20
 """Most data in one answer: it is held in memory on both sides."""
+_MAX_LISTED_BYTES = 2 << 20
+"""Most of the lists of files in one answer, as JSON."""
 _FILES = ("metrics.jsonl", "events.jsonl", "summary.json")
 _FOLDERS = ["attempts", "launcher", "checkpoints", "output", "tb"]
 """What the run writes; the rest was uploaded, or is the user's own."""
@@ -128,16 +131,24 @@ def end(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
 def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """List the live processes of runs, and their files: path -> [size, time of the last change in ns].
 
-    `files` is null when they are those of the last list on this connection.
+    `files` is null when they are those of the last list on this connection. It is a part, where there are many: `begin`
+    asks for the next one of the same list.
     """
-    asked = {each["name"]: each["token"] for each in request["runs"]}
+    asked = {each["name"]: each for each in request["runs"]}
     # Processes are listed first: the last one that exits has written its files before.
-    cookies = {read_cookie(process) for process in find_processes(*(f"{token}." for token in asked.values()))}
-    answers = {}
-    for name, token in asked.items():
-        run = RunDir(host.run_dir(name))
+    cookies = {read_cookie(process) for process in find_processes(*(f"{each['token']}." for each in asked.values()))}
+    answers, left = {}, _MAX_LISTED_BYTES
+    for name, each in asked.items():
+        run, token, begin = RunDir(host.run_dir(name)), each["token"], each["begin"]
         roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{token}.")}
-        files = dict(_files_of(run.path))
+        files = host.listed.get(name, {}) if begin else dict(_files_of(run.path))
+        is_new = begin > 0 or host.listed.get(name) != files
+        part: dict[str, list[int]] = {}
+        for path, found in list(files.items())[max(0, begin) :] if is_new else ():
+            if left <= 0:
+                break
+            part[path] = found
+            left -= len(json.dumps({path: found}))
         end_attempt, end = _newest_end(run, token)
         answers[name] = {
             "boot": boot_id(),
@@ -145,7 +156,8 @@ def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
             "has_run": run.path.is_dir(),
             "end_attempt": end_attempt,
             "end": end,
-            "files": None if host.listed.get(name) == files else files,
+            "files": part if is_new else None,
+            "more": is_new and begin + len(part) < len(files),
         }
         host.listed[name] = files
     return {"runs": answers}
