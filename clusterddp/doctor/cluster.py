@@ -120,7 +120,10 @@ class JobAnswer:
     """The result of the job; nodes without a report are in `nodes` and not in `reports`."""
 
     job_id: str | None
+    num_nodes: int
+    """How many nodes it asked for."""
     nodes: tuple[str, ...]
+    """Those that Slurm named; of a short job it may have named none."""
     reports: dict[str, Report]
     """Node -> its report."""
     submitted: float
@@ -155,7 +158,8 @@ def run_job(
             reports = {report["node"]: report for report in _read_reports(directory)}
             return JobAnswer(
                 job_id=job_id,
-                nodes=nodes or tuple(reports),
+                num_nodes=request.num_nodes,
+                nodes=nodes,
                 reports=reports,
                 submitted=submitted,
                 collected=time.time(),
@@ -192,7 +196,13 @@ def sbatch_argv(request: JobRequest, tag: str) -> list[str]:
 def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
     """Judge every node of the job, also those that sent no report."""
     found: dict[str, dict[str, Result]] = {}
-    for node in answer.nodes:
+    nodes = dict.fromkeys((*answer.nodes, *answer.reports))
+    if len(nodes) < answer.num_nodes:
+        few = f"Slurm and the reports name {len(nodes)} of {answer.num_nodes} nodes: the others are not judged"
+        found["nodes"] = {
+            here.host: red(few, "clusterddp doctor SPEC --job once more; sinfo -R names nodes that are down")
+        }
+    for node in nodes:
         report = answer.reports.get(node)
         results = [_explain_silence(node, answer, here)] if report is None else _judge_node(report, answer, here, needs)
         for name, result in results:
@@ -250,7 +260,8 @@ def _await_reports(
             job = slurm.find(wanted)
             why = explain_waiting(job) if job else why
             phase = job.phase if job else Phase.ENDED
-            if job and job.nodes and not nodes:
+            # While a job completes, Slurm names only the nodes that are not done with it.
+            if job and job.nodes and not nodes and job.phase is not Phase.ENDING:
                 nodes = tuple(run_slurm(["scontrol", "show", "hostnames", job.nodes], environ=environ).split())
         except SlurmError as error:  # asked again
             phase, why = Phase.RUNNING if started else Phase.WAITING, error.message

@@ -208,6 +208,7 @@ def nodes_reports(root: Path) -> Target:
         reports = {report["node"]: report for report in _read_reports(folder)}
         answer = JobAnswer(
             job_id="1",
+            num_nodes=1,
             nodes=("n1", *reports),
             reports=reports,
             submitted=0.0,

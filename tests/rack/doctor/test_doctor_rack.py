@@ -14,7 +14,7 @@ import pytest
 
 from tests.support.paths import ROOT
 from tests.support.waiting import wait_until
-from tests.testbed.plan import HEAD, RackPlan
+from tests.testbed.plan import HEAD, SYSTEM_PATH, RackPlan
 from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -59,11 +59,11 @@ def make_torch(directory: Path, version: str) -> None:
         (directory / name / "__init__.py").write_text(f"__version__ = {version!r}\n{TORCH}")
 
 
-def doctor(rack: Rack, *arguments: str) -> Seen:
+def doctor(rack: Rack, *arguments: str, **environ: str) -> Seen:
     done = rack.run(
         HEAD,
         [sys.executable, "-m", "clusterddp", "doctor", "job.yaml", "-o", "json", *arguments],
-        env={"PYTHONPATH": f"{ROOT}:{rack.dir}/shared/packages"},
+        env={"PYTHONPATH": f"{ROOT}:{rack.dir}/shared/packages", **environ},
         cwd=rack.dir / "shared",
         check=False,
         timeout_s=150,
@@ -112,6 +112,29 @@ def test_a_node_without_the_runs_directory_is_red(broken: str, whole: str, two_n
     assert seen.exit_code == 3
     assert seen.red == {("runs directory", broken)}
     assert seen.of("runs directory", whole)["level"] == "ok"
+
+
+def test_a_node_that_is_done_before_the_others_is_judged_too(needs_rack: None, tmp_path: Path) -> None:
+    """While a job completes, squeue names only the nodes that are not done with it."""
+    (tmp_path / "squeue").write_text(
+        "#!/bin/sh\nwhile squeue=$(/usr/bin/squeue -h -t all -o %T); [ $squeue = PENDING ] || [ $squeue = RUNNING ]\n"
+        'do sleep 0.2; done\nexec /usr/bin/squeue "$@"\n'
+    )
+    (tmp_path / "epilog").write_text("#!/bin/sh\n[ $SLURMD_NODENAME = node2 ] || sleep 8\n")
+    for name in ("squeue", "epilog"):
+        (tmp_path / name).chmod(0o755)
+    runs = tmp_path / "elsewhere" / "runs"
+    runs.mkdir(parents=True)
+    with running_rack(RackPlan(nodes=["node1", "node2"])) as rack:
+        write_spec(rack)
+        make_torch(rack.dir / "shared" / "packages", "2.10.0")
+        with (rack.dir / "etc/slurm/slurm.conf").open("a") as settings:
+            settings.write(f"Epilog={tmp_path}/epilog\n")
+        rack.run(HEAD, ["scontrol", "reconfigure"])
+        rack.await_idle()
+        with mounted(rack, "node2", "tmpfs", runs.parent):
+            seen = doctor(rack, "--job", "--runs", str(runs), PATH=f"{tmp_path}:{SYSTEM_PATH}")
+    assert (seen.exit_code, seen.red) == (3, {("runs directory", "node2")})
 
 
 def test_a_node_with_another_torch_is_red(two_nodes: Rack) -> None:

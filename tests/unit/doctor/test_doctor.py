@@ -41,7 +41,9 @@ def report(node_rank: int, machine: Machine, **changes: Any) -> dict[str, Any]:
 
 def answer(*reports: dict[str, Any], nodes: tuple[str, ...] = ("n1", "n2"), output: tuple[str, ...] = ()) -> JobAnswer:
     by_node = {report["node"]: report for report in reports}
-    return JobAnswer(job_id="7", nodes=nodes, reports=by_node, submitted=999.0, collected=1001.0, output=output)
+    return JobAnswer(
+        job_id="7", num_nodes=2, nodes=nodes, reports=by_node, submitted=999.0, collected=1001.0, output=output
+    )
 
 
 def result_of(checks: list[Check], name: str, host: str) -> Result:
@@ -127,6 +129,17 @@ def test_a_node_that_was_not_heard_of_is_red_in_the_words_of_srun() -> None:
     words = ("slurmstepd: error: execve(): /env/bin/python: No such file or directory",)
     found = result_of(judge_nodes(answer(report(0, HERE), output=words), HERE, Needs()), "report", "n2")
     assert (found.level, "No such file or directory" in found.found) == ("red", True)
+
+
+def test_a_report_of_a_node_that_slurm_did_not_name_is_judged() -> None:
+    other = dataclasses.replace(HERE, torch=Torch(version="2.11.0"))
+    checks = judge_nodes(answer(report(0, HERE), report(1, other), nodes=("n1",)), HERE, Needs())
+    assert result_of(checks, "torch", "n2").level == "red"
+
+
+def test_fewer_nodes_than_the_job_asked_for_are_red() -> None:
+    found = result_of(judge_nodes(answer(report(0, HERE), nodes=("n1",)), HERE, Needs()), "nodes", HERE.host)
+    assert (found.level, found.found) == ("red", "Slurm and the reports name 1 of 2 nodes: the others are not judged")
 
 
 def test_too_few_visible_gpus_on_a_node_are_red() -> None:
