@@ -72,13 +72,14 @@ def doctor(
     clusterddp doctor job.yaml --deep      what the ranks of the spec can do there, on any launcher
     """
     from clusterddp.facts.checks import is_healthy, to_json
-    from clusterddp.spec.load import load_spec
 
     flags, hosts = place.flags, place.read_hosts()
     if spec is None and (flags or hosts):
         raise UsageError("these options are about a spec, and there is none", hint="clusterddp doctor SPEC ...")
     resolved = None
     if spec is not None:
+        from clusterddp.spec.load import load_spec
+
         environ = terminal.environ
         resolved = load_spec(Path(spec), overrides, profile=profile, environ=environ, flags=flags, hosts=hosts)
     if depth.deep and resolved is None:

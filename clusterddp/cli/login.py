@@ -14,6 +14,7 @@ import re
 import shlex
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -117,7 +118,10 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
         if values.get("names") or values.get("name") is not None:
             return _run_where_they_are(function, context, values)
         result = function(**values)
-        _say_runs_elsewhere(values["runs_dir"], quiet=values.get("output") == "json")
+        sent_runs = [] if values.get("output") == "json" else list_sent_runs(values["runs_dir"])
+        for each, number in Counter(sent.profile for sent in sent_runs).items():
+            count = "1 run is" if number == 1 else f"{number} runs are"
+            say(f"{count} on the cluster of profile {each}: clusterddp list --profile {each}")
         return result
 
     return profile_option(decide)
@@ -317,14 +321,6 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
                 if _NAME.fullmatch(name):
                     (runs_dir / FOLDER / f"{name}.json").unlink(missing_ok=True)
     return max(codes)
-
-
-def _say_runs_elsewhere(runs_dir: Path, *, quiet: bool) -> None:
-    sent_runs = [] if quiet else list_sent_runs(runs_dir)
-    for profile in dict.fromkeys(sent.profile for sent in sent_runs):
-        number = sum(sent.profile == profile for sent in sent_runs)
-        count = "1 run is" if number == 1 else f"{number} runs are"
-        say(f"{count} on the cluster of profile {profile}: clusterddp list --profile {profile}")
 
 
 def _variables(terminal: Terminal, node: Node) -> dict[str, Argument]:

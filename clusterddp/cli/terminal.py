@@ -159,15 +159,11 @@ def cut(text: str, columns: int) -> str:
     """Return as much of a text as fits into `columns`, with all of its colours."""
     parts = []
     for part in _OURS.split(text):
-        fits = part if _OURS.fullmatch(part) else _beginning(part, columns)
+        ends = itertools.accumulate(map(width_of, part))
+        fits = part if _OURS.fullmatch(part) else part[: sum(end <= columns for end in ends)]
         columns -= width_of(fits)
         parts.append(fits)
     return "".join(parts)
-
-
-def _beginning(text: str, columns: int) -> str:
-    ends = itertools.accumulate(map(width_of, text))
-    return text[: sum(end <= columns for end in ends)]
 
 
 def wrapped(line: str, columns: int | None, *, indent: int = 0) -> list[str]:

@@ -8,7 +8,6 @@ import signal
 import socket
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, NoReturn
 
 import click
@@ -22,7 +21,7 @@ from clusterddp.system.units import format_count
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.places.worker.worker import Carried, Decided, RankWorker
+    from clusterddp.places.worker.worker import Decided, RankWorker
     from clusterddp.ranks.launched import Launched
     from clusterddp.spec.load import ResolvedSpec
 
@@ -130,6 +129,9 @@ def _be_node(
     from clusterddp.places.worker.meeting import meet
     from clusterddp.places.worker.place import introduce, seat_of_node, start_timeout_s
     from clusterddp.places.worker.worker import Decided, NodeWorker
+    from clusterddp.run.record import WORKER, read_run
+    from clusterddp.submission.submit import Submitted
+    from clusterddp.system.files import read_json
 
     job, environ = resolved.job, terminal.environ
     seat = seat_of_node(job, node_rank)
@@ -147,18 +149,9 @@ def _be_node(
             report=lambda text: say(printable(text)),
         )
         carried = here.carry(Decided.from_json(met.decided, seat), met.connections, met.unread)
-    return _stay_with(carried, terminal, runs_dir)
-
-
-def _stay_with(carried: Carried, terminal: Terminal, runs_dir: Path) -> int:
-    """Show how the run goes on until it has ended; its notes and the output of rank 0 on node 0 only."""
-    from clusterddp.run.record import WORKER, read_run
-    from clusterddp.submission.submit import Submitted
-    from clusterddp.system.files import read_json
-
-    signal.signal(signal.SIGTERM, _interrupt)  # as Ctrl-C: the run is cancelled, not lost
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the run is cancelled, not lost
     run = carried.run
-    if carried.number == 0:
+    if carried.number == 0:  # the run's notes and the output of rank 0 are shown here only
         for note in (read_json(run.plan) or {}).get("notes", ()):
             say_note(note)
     submitted = Submitted(
@@ -166,10 +159,6 @@ def _stay_with(carried: Carried, terminal: Terminal, runs_dir: Path) -> int:
     )
     options = StartOptions(runs_dir=runs_dir, output="text", follow=carried.number == 0)
     return stay_with(submitted, terminal, options, verb="joined")
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager

@@ -77,7 +77,8 @@ def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> 
     facts = ask_hosts(plan, sessions.by_host, thorough=True)
     needs = needs_of(plan)
     clocks = _read_clocks(sessions.by_host)
-    runs = _find_runs(sessions.by_host)
+    replies = good_of(ask_all(sessions.by_host, "host.list", {"tokens": None}))
+    runs: dict[str, list[RunHere]] = {host: reply.facts["runs"] for host, reply in replies.items()}
     machines = good_of(facts)
 
     def judge_locked(host: str) -> Result:
@@ -108,12 +109,6 @@ def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
         return min(clocks, key=lambda clock: clock.round_trip_s)
 
     return good_of(call_each(ask, sessions))
-
-
-def _find_runs(sessions: Mapping[str, Session]) -> dict[str, list[RunHere]]:
-    """Find this user's runs on hosts; those that do not answer are left out."""
-    replies = good_of(ask_all(sessions, "host.list", {"tokens": None}))
-    return {host: reply.facts["runs"] for host, reply in replies.items()}
 
 
 def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:

@@ -6,7 +6,7 @@ The same rules judge the machine of the submit, the nodes of a job, and hosts ov
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
@@ -62,7 +62,10 @@ def judge_machine(
 
 def judge_hosts(machines: Mapping[str, Machine], needs: Mapping[str, Needs]) -> list[Check]:
     """Judge hosts by themselves and against each other."""
-    python, torch = usual_python(machines.values()), usual_torch(machines.values())
+    pythons = [each for each in machines.values() if each.torch is None or each.torch.python_error is None]
+    python = _most_common(pythons, lambda machine: minor_version(machine.python))
+    torches = [each.torch for each in machines.values() if each.torch is not None and each.torch.version is not None]
+    torch = _most_common(torches, lambda torch: (torch.version, torch.nccl))
     found: dict[str, dict[str, Result]] = {}
     for host, machine in machines.items():
         found.setdefault("Python", {})[host] = judge_python(machine, python)
@@ -136,18 +139,6 @@ def judge_driver(torch: Torch) -> Result:
         return ok(f"{torch.driver}, CUDA {torch.cuda}")
     found, fix = outdated
     return red(f"torch for CUDA {torch.cuda}, {found}", f"{fix}; {install_command(torch, None)}")
-
-
-def usual_torch(machines: Iterable[Machine]) -> Torch | None:
-    """Return the torch with the most common version and NCCL."""
-    found = [each.torch for each in machines if each.torch is not None and each.torch.version is not None]
-    return _most_common(found, lambda torch: (torch.version, torch.nccl))
-
-
-def usual_python(machines: Iterable[Machine]) -> Machine | None:
-    """Return a machine with the most common Python."""
-    found = [each for each in machines if each.torch is None or each.torch.python_error is None]
-    return _most_common(found, lambda machine: minor_version(machine.python))
 
 
 def minor_version(version: str) -> tuple[str, ...]:

@@ -214,12 +214,16 @@ class Findings:
         probes = [
             probe for source, target in needed for probe in self._probes(source, target, endpoints[target][1].address)
         ]
+        between = [
+            probe
+            for probe in probes
+            if self.hosts[probe.source].machine != self.hosts[probe.target].machine and probe.source in endpoints
+        ]
+        detours = (probe for probe in between if self.link_used(probe) != endpoints[probe.source][0])
         return Candidate(
             endpoints=endpoints,
             failed=tuple(probe for probe in probes if probe.outcome != "reached"),
-            detours=tuple(
-                probe for probe in probes if probe.outcome == "reached" and self._is_detour(probe, endpoints)
-            ),
+            detours=tuple(probe for probe in detours if probe.outcome == "reached"),
             lost=tuple(place for place in others if place not in endpoints),
         )
 
@@ -239,11 +243,6 @@ class Findings:
         return [
             probe for probe in self.probes if (probe.source, probe.target, probe.address) == (source, target, address)
         ]
-
-    def _is_detour(self, probe: Probe, endpoints: dict[int, tuple[Link, LinkAddress]]) -> bool:
-        if self.hosts[probe.source].machine == self.hosts[probe.target].machine or probe.source not in endpoints:
-            return False
-        return self.link_used(probe) != endpoints[probe.source][0]
 
     # What users read of it.
 

@@ -8,6 +8,7 @@ pthread_exit unwinds the thread, and C++ aborts: "terminate called without an ac
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import time
 from pathlib import Path
@@ -23,7 +24,10 @@ def await_gloo_threads() -> None:
     deadline = time.monotonic() + _LIMIT_S
     while True:
         time.sleep(0.001)  # a thread that waits for the interpreter lock gets it
-        if time.monotonic() > deadline or not any(map(_is_busy, _threads())):
+        threads: list[Path] = []
+        with contextlib.suppress(OSError):  # no Linux
+            threads += Path("/proc/self/task").iterdir()
+        if time.monotonic() > deadline or not any(map(_is_busy, threads)):
             return
 
 
@@ -43,13 +47,6 @@ def await_threads_before_destroy(distributed: ModuleType) -> None:
 
     for module in (distributed, distributed.distributed_c10d):
         vars(module)["destroy_process_group"] = await_and_destroy
-
-
-def _threads() -> list[Path]:
-    try:
-        return list(Path("/proc/self/task").iterdir())
-    except OSError:  # no Linux
-        return []
 
 
 def _is_busy(thread: Path) -> bool:

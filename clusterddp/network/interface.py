@@ -69,11 +69,6 @@ def read_speed(name: str) -> int | None:
     return None if speed in _UNKNOWN_SPEEDS else speed
 
 
-def is_wireless(name: str) -> bool:
-    """Return whether an interface is wireless."""
-    return _ask_device(_WIRELESS_NAME, name, b"") is not None
-
-
 def _ask_device(request: int, name: str, argument: bytes) -> bytes | None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         try:
@@ -228,8 +223,9 @@ def interface_towards(address: str) -> Interface:
     except OSError as error:
         raise ClusterddpError(f"{socket.gethostname()} has no route to {address}: {error.strerror}") from error
     # To one of its own addresses the kernel sends from the same address.
+    owner = next((name for name, addresses in _addresses().items() if source in addresses), None)
     why = "it has the master address" if source == address else f"the route to {address} goes out there"
-    return Interface(name=_owner(source), address=source, why=why)
+    return Interface(name=owner, address=source, why=why)
 
 
 def named_interface(name: str) -> Interface:
@@ -280,10 +276,6 @@ def plain_address(address: str) -> str:
     return address.removeprefix("::ffff:") if "." in address else address
 
 
-def _owner(address: str) -> str | None:
-    return next((name for name, addresses in _addresses().items() if address in addresses), None)
-
-
 def _addresses() -> dict[str, list[str]]:
     return {link.name: [entry.address for entry in link.addresses] for link in read_links()}
 
@@ -304,7 +296,7 @@ def _read_linux_links() -> Iterator[Link]:
             loopback=flags & _LOOPBACK != 0,
             infiniband=hardware == _INFINIBAND,
             speed_mbit_per_s=read_speed(name),
-            wireless=is_wireless(name),
+            wireless=_ask_device(_WIRELESS_NAME, name, b"") is not None,
             addresses=tuple(addresses.get(index, ())),
         )
 
@@ -315,7 +307,10 @@ def _read_other_links() -> Iterator[Link]:
     states = psutil.net_if_stats()
     for name, entries in psutil.net_if_addrs().items():
         found = [
-            LinkAddress(address=entry.address.partition("%")[0], prefix=_count_bits(entry.netmask))
+            LinkAddress(
+                address=entry.address.partition("%")[0],
+                prefix=int(ipaddress.ip_address(entry.netmask)).bit_count() if entry.netmask else 32,
+            )
             for entry in entries
             if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
         ]
@@ -328,7 +323,3 @@ def _read_other_links() -> Iterator[Link]:
             loopback=bool(found) and all(is_loopback(entry.address) for entry in found),
             addresses=tuple(found),
         )
-
-
-def _count_bits(netmask: str | None) -> int:
-    return int(ipaddress.ip_address(netmask)).bit_count() if netmask else 32

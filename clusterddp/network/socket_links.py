@@ -46,7 +46,8 @@ def faster_networks(reported: Sequence[Mapping[str, int]], master_addr: str) -> 
         network: min(each) for network, each in speeds.items() if len(each) == len(reported) and network not in dead
     }
     best = max(common.values(), default=0)
-    if best <= _speed_of_route(hosts[0] if hosts else {}, common, master_addr):
+    of_master = ((place, speed) for place, speed in (hosts[0] if hosts else {}).items() if str(place.ip) == master_addr)
+    if best <= next((common.get(str(place.network), speed) for place, speed in of_master), 0):
         return ()
     return tuple(network for network, speed in common.items() if speed == best)
 
@@ -72,10 +73,3 @@ def _read(links: Mapping[str, int]) -> dict[_Place, int]:
         with contextlib.suppress(ValueError):
             found[ipaddress.ip_interface(text)] = speed
     return found
-
-
-def _speed_of_route(first: Mapping[_Place, int], common: Mapping[str, int], master_addr: str) -> int:
-    for place, speed in first.items():
-        if str(place.ip) == master_addr:
-            return common.get(str(place.network), speed)
-    return 0

@@ -115,7 +115,10 @@ class Attempt:
         assert end.rank is not None
         self.running.discard(end.rank)
         self._ends[end.rank] = end
-        if end.exit_code != 0 and (not end.on_order or _may_be_earlier(end)):
+        # A rank with an exception of its own may still run its cleanup while the others have lost the connection to it.
+        of_its_own = end.signal is None and end.weight == OWN and bool(end.error)
+        may_be_earlier = of_its_own and not end.error.startswith(("SystemExit", "KeyboardInterrupt"))
+        if end.exit_code != 0 and (not end.on_order or may_be_earlier):
             who = f"rank {end.rank} on {end.host}"
             if self._gang.entry.spawns:
                 who = f"the program of {self._spell([end.rank])} on {end.host}"
@@ -279,19 +282,6 @@ class Restarts:
         if cause.restart == "here" and able:
             return "here"
         return "another job" if self._in_job and cause.restart != "none" else "none"
-
-
-def _may_be_earlier(end: RankEnd) -> bool:
-    """Return whether a rank that ended on order may have failed before the order.
-
-    A rank with an exception of its own may still run its cleanup while the others have lost the connection to it.
-    """
-    return bool(
-        end.signal is None
-        and end.weight == OWN
-        and end.error
-        and not end.error.startswith(("SystemExit", "KeyboardInterrupt"))
-    )
 
 
 def read_rank_end(

@@ -280,16 +280,14 @@ class Peer:
             if attempt.is_over(now):
                 self._end_attempt()
                 self._attempt_at = now + _AGAIN_S
-        if self._break is not None:
-            self._judge_break(self._break, refused=attempt is not None and attempt.refused, now=now)
-        return None
-
-    def _judge_break(self, broken: _Break, *, refused: bool, now: float) -> None:
-        if refused:
+        if (broken := self._break) is None:
+            return None
+        if attempt is not None and attempt.refused:
             self.lose(PROCESS_ENDED)
         elif now - broken.since > self._limits.host_silence_s:
             within = f"and no other one came within {self._limits.host_silence_s:g} s"
             self.lose(Loss("broken", f"{broken.why}, {within}") if self._answered else HOST_SILENT)
+        return None
 
     def _acknowledge(self, received: int) -> None:
         while self._acknowledged < received and self._unacknowledged:
@@ -431,20 +429,18 @@ class HeadElsewhere:
             self._search.close()
             log_line(f"the head is at {found.connection.peer_address}:{found.connection.peer_port}")
             return self._welcomed(found, now)
-        if self._known is not None:
-            self._await_known_head(self._known, now)
-        elif now >= self._join_until:
-            raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
-        return []
-
-    def _await_known_head(self, known: Link, now: float) -> None:
-        """Check a head that is known to listen: it may refuse, or not answer in time."""
+        if (known := self._known) is None:
+            if now >= self._join_until:
+                raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
+            return []
+        # A head that is known to listen may refuse, or not answer in time.
         loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")
         late = not self._search.answered and now >= self._connect_until
         if loss.kind == "refused" or late:
             raise ClusterddpError(f"the head at {known['host']}:{known['port']} cannot be reached: {loss}")
         if now >= self._join_until:
             self._peer.lose(loss)
+        return []
 
     def _welcomed(self, found: Found, now: float) -> list[Message]:
         """Use a connection to the head, whose first message is its welcome, or `gave_up`."""

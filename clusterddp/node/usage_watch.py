@@ -143,7 +143,11 @@ class UsageWatch:
             )
             for rank, each in sorted(collection.ranks.items())
         )
-        self._report_changes(named)
+        for rank in sorted(set(named) - self._named):
+            log(self._run, "straggler", attempt=self._attempt.number, rank=rank, text=warn_of([named[rank]]))
+        for rank in sorted(self._named - set(named)):
+            log(self._run, "straggler_over", attempt=self._attempt.number, rank=rank)
+        self._named = frozenset(named)
         self._last = UsageReport(
             time=collection.asked_at,
             ranks=ranks,
@@ -181,14 +185,6 @@ class UsageWatch:
             rank: Straggler(rank=rank, host=self._gang.node_of(rank).host, late_s=late[rank], period_s=pace.period_s)
             for rank in sorted(before & set(late))
         }
-
-    def _report_changes(self, named: Mapping[int, Straggler]) -> None:
-        """Record in the history of the run who has become a straggler, and who is none any more."""
-        for rank in sorted(set(named) - self._named):
-            log(self._run, "straggler", attempt=self._attempt.number, rank=rank, text=warn_of([named[rank]]))
-        for rank in sorted(self._named - set(named)):
-            log(self._run, "straggler_over", attempt=self._attempt.number, rank=rank)
-        self._named = frozenset(named)
 
 
 def _period(before: tuple[float, int] | None, rank: Mapping[str, Any], now: float) -> float | None:

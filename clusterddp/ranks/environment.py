@@ -163,23 +163,20 @@ def entry_environment(
     node_rank = int(environ.get("NODE_RANK") or environ.get("GROUP_RANK") or environ.get("RANK") or 0)
     here, before = spawns[node_rank], sum(spawns[:node_rank])
     rank, world_size = (node_rank, len(spawns)) if counts == "machines" else (before, sum(spawns))
-    return (
-        changes
-        | dict.fromkeys(_OF_TORCHRUNS_RANKS)
-        | {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world_size),
-            "LOCAL_WORLD_SIZE": str(here),
-            "NODE_RANK": str(node_rank),
-            "GROUP_RANK": str(node_rank),
-            "GROUP_WORLD_SIZE": str(len(spawns)),
-            "PET_NODE_RANK": str(node_rank),
-            "PET_NNODES": str(len(spawns)),
-            "PET_NPROC_PER_NODE": str(here),
-            "PET_MASTER_ADDR": environ.get("MASTER_ADDR", ""),
-            "PET_MASTER_PORT": str(environ.get("MASTER_PORT", "")),
-        }
-    )
+    changes |= dict.fromkeys(_OF_TORCHRUNS_RANKS)
+    return changes | {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(here),
+        "NODE_RANK": str(node_rank),
+        "GROUP_RANK": str(node_rank),
+        "GROUP_WORLD_SIZE": str(len(spawns)),
+        "PET_NODE_RANK": str(node_rank),
+        "PET_NNODES": str(len(spawns)),
+        "PET_NPROC_PER_NODE": str(here),
+        "PET_MASTER_ADDR": environ.get("MASTER_ADDR", ""),
+        "PET_MASTER_PORT": str(environ.get("MASTER_PORT", "")),
+    }
 
 
 VARIABLES = {

@@ -414,12 +414,10 @@ def _number_text(value: object, expected: str, pattern: re.Pattern[str], hint: C
     text, matches = value.text, pattern.fullmatch(value.text)
     if value.quoted:
         refuse(value, expected, f"write {text}, without quotes" if matches and len(text) <= 20 else None)
-    return text if matches else refuse(value, expected, hint(text))
+    return text if matches else refuse(value, expected, hint(text) if len(text) <= 20 else None)
 
 
 def _int_hint(text: str) -> str | None:
-    if len(text) > 20:
-        return None
     if re.fullmatch(r"[-+]?0[0-9]+", text):
         return f"write {int(text)}; some YAML readers take a leading 0 for octal"
     if re.fullmatch(r"[0-9][0-9_]*", text):
@@ -432,8 +430,6 @@ def _int_hint(text: str) -> str | None:
 
 
 def _float_hint(text: str) -> str | None:
-    if len(text) > 20:
-        return None
     if re.fullmatch(r"[-+]?0[0-9]+(\.[0-9]*)?", text):
         return f"write {text.lstrip('+0') or '0'}"
     if re.fullmatch(r"[-+]?[0-9]+,[0-9]+", text):

@@ -37,11 +37,6 @@ _MAIL_TYPES = {"start": "BEGIN", "end": "END", "fail": "FAIL", "requeue": "REQUE
 """Our events, as Slurm's --mail-type names them; it has none for a hang."""
 
 
-def read_events(value: object) -> object:
-    """Accept one event in place of a list."""
-    return [value] if isinstance(value, Scalar | str) else value
-
-
 def read_webhook(value: object) -> str:
     """Read `${NAME}`; the text is not shown, since it may be an address, which is a secret."""
     named = re.fullmatch(r"\$\{([^{}]*)\}", read_line(value))
@@ -58,7 +53,7 @@ class NotifySpec(Section):
 
     on: Annotated[
         tuple[Annotated[Literal["start", "end", "fail", "requeue", "hang"], Word], ...],
-        BeforeValidator(read_events),
+        BeforeValidator(lambda value: [value] if isinstance(value, Scalar | str) else value),
     ] = key(
         ("end",),
         "Events: start (the ranks of an attempt run), end (the run has ended, however), fail (it has ended by a "

@@ -124,7 +124,9 @@ def _changed(items: list[Node], override: Override, *, of_function: bool) -> lis
         _refuse(override, f"a function has no option --{bare}", f"entry.kwargs.{bare}=... sets its {bare}")
     words = [item.text if isinstance(item, Scalar) else "" for item in items]
     end = words.index(_END_OF_OPTIONS) if _END_OF_OPTIONS in words else len(words)
-    named = [at for at, word in enumerate(words[:end]) if _is_named(word, name)]
+    bare_name = name.lstrip("-").replace("_", "-")
+    options = [word.partition("=")[0].lstrip("-+~").replace("_", "-") for word in words[:end]]
+    named = [at for at, option in enumerate(options) if option == bare_name]
     found = [at for at in named if _is_option(words[at])] or [at for at in named if _ASSIGNMENT.fullmatch(words[at])]
     if len(found) > 1:
         option = words[found[0]].partition("=")[0]
@@ -181,11 +183,6 @@ def _switch(node: Node | None) -> bool | None:
 
 def _is_option(word: str) -> bool:
     return word.startswith("-") and word != "-" and not _NUMBER.fullmatch(word)
-
-
-def _is_named(word: str, name: str) -> bool:
-    option = word.partition("=")[0]
-    return option.lstrip("-+~").replace("_", "-") == name.lstrip("-").replace("_", "-")
 
 
 def _refuse(override: Override, message: str, hint: str | None = None) -> NoReturn:

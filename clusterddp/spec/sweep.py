@@ -133,8 +133,12 @@ def load_sweep(
         axes.pop(path, None)
     if axes:
         problems += _axis_problems(base, axes)
-    elif not problems and not written.problems:
-        problems += _nothing_swept(written.tree, asked=sweep)
+    elif not problems and not written.problems and (sweep or _SECTION in written.tree.keys):
+        # An option or an empty section asks for a sweep.
+        whole_spec = dataclasses.replace(written.tree.place, line=None, column=None, source_line=None)
+        hint = "train.lr=0.1,0.2 --sweep, or sweep: {values: {train.lr: [0.1, 0.2]}}; ~sweep drops the section"
+        message = "nothing is swept: no key has several values"
+        problems.append(problem_at(written.tree.keys.get(_SECTION, whole_spec), message, hint, key=_SECTION))
     # The section is checked with the base; each variant without it, for it has its own values.
     whole, found = resolve(written, written.tree)
     variants: tuple[Variant, ...] = ()
@@ -208,16 +212,6 @@ def _of_section(tree: Mapping, problems: list[Problem]) -> dict[tuple[str, ...],
         )
         axes[path] = Axis(path=path, nodes=nodes, place=place)
     return axes
-
-
-def _nothing_swept(tree: Mapping, *, asked: bool) -> list[Problem]:
-    """Return the problem of a sweep without axes: an option or an empty section asks for one."""
-    section = tree.keys.get(_SECTION)
-    if section is None and not asked:
-        return []
-    place = section or dataclasses.replace(tree.place, line=None, column=None, source_line=None)
-    hint = "train.lr=0.1,0.2 --sweep, or sweep: {values: {train.lr: [0.1, 0.2]}}; ~sweep drops the section"
-    return [problem_at(place, "nothing is swept: no key has several values", hint, key=_SECTION)]
 
 
 def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Problem]:

@@ -14,7 +14,8 @@ import tarfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import IO, Any, cast
+from types import SimpleNamespace
+from typing import IO, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.system.file_set import CHUNK_BYTES, Entry, FileSet, Kind, as_bytes, as_text, is_safe_name, show
@@ -81,7 +82,7 @@ def unpack(read: Read, target: Path, *, read_only: bool) -> tuple[Entry, ...]:
     """
     base, made = os.fsencode(target), {b""}
     entries: list[Entry] = []
-    stream = cast("Any", _Stream(read))
+    stream: Any = SimpleNamespace(read=read)
     try:
         with tarfile.open(fileobj=stream, mode="r|", bufsize=CHUNK_BYTES, encoding="utf-8") as archive:
             while (info := archive.next()) is not None:
@@ -103,11 +104,6 @@ def unpack(read: Read, target: Path, *, read_only: bool) -> tuple[Entry, ...]:
             with _refusing(entry):
                 os.symlink(entry.link, os.path.join(base, entry.name))  # noqa: PTH211  a Path would tidy it up
     return tuple(entries)
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    read: Read
 
 
 def _head(entry: Entry) -> bytes:

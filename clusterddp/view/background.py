@@ -50,6 +50,12 @@ class Background:
     """The snapshot of the code; None: the run has none, or it is not here."""
 
     @property
+    def parts(self) -> dict[str, Mapping[str, str]]:
+        """The facts in which runs may differ, by the keys of `compare -o json`."""
+        facts = {"spec": self.config, "packages": self.packages, "machine": self.machine, "places": self.places}
+        return facts | {"code": self.code_facts}
+
+    @property
     def code_facts(self) -> dict[str, str]:
         """Of which commit and snapshot the code is; what is not known is left out."""
         facts = {
@@ -63,10 +69,13 @@ class Background:
 
 def read_background(run: RunDir, record: RunRecord) -> Background:
     """Read what a run was made of; a file that is missing or damaged leaves its part empty."""
-    plan, environment = _object(run.plan), _object(run.environment)
-    git = _inner(environment, "git")
+    plan, environment = read_part(run.plan), read_part(run.environment)
+    git, directory = _inner(environment, "git"), plan.get("working_dir")
+    # Paths below the directory of the submit are relative ones: each upload to a login node has its own.
+    above = f"{directory.rstrip('/')}/" if isinstance(directory, str) and directory.strip("/") else ""
+    config = config_texts(_inner(plan, "spec"))
     return Background(
-        config=_relative(config_texts(_inner(plan, "spec")), plan.get("working_dir")),
+        config={key: value.removeprefix(above) for key, value in config.items()},
         packages={str(name): str(version) for name, version in _inner(environment, "packages").items()},
         machine=_machine(environment),
         places=_places(record, _inner(plan, "gang")),
@@ -99,13 +108,6 @@ def config_texts(values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
 def _arguments(words: Any) -> dict[str, str] | None:
     """Write the arguments of a program one by one; None: they are not words, or cannot be distinguished."""
     return named_arguments(words) if isinstance(words, list) and all(isinstance(word, str) for word in words) else None
-
-
-def _relative(config: dict[str, str], directory: Any) -> dict[str, str]:
-    """Write paths below the directory of the submit as relative ones: each upload to a login node has its own."""
-    if not isinstance(directory, str) or not directory.strip("/"):
-        return config
-    return {key: value.removeprefix(f"{directory.rstrip('/')}/") for key, value in config.items()}
 
 
 def value_text(value: Any) -> str:
@@ -147,7 +149,8 @@ def _places(record: RunRecord, gang: Mapping[str, Any]) -> dict[str, str]:
     return {name: str(fact) for name, fact in facts.items() if fact not in (None, "", 0)}
 
 
-def _object(path: Path) -> dict[str, Any]:
+def read_part(path: Path) -> dict[str, Any]:
+    """Read an object of the run; a damaged one counts as empty: the rest of a report is worth having."""
     try:
         value = read_json(path)
     except (OSError, ClusterddpError):

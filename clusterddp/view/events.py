@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 from clusterddp.network.nccl_log import SOCKETS
 from clusterddp.run.directory import AttemptDir, RunDir
@@ -18,25 +18,18 @@ from clusterddp.wire import build
 
 Row = dict[str, Any]
 """A row of the history."""
-_T = TypeVar("_T")
 
 
-class _AnyEvent(TypedDict):
-    event: str
+class _Event(TypedDict, total=False):
+    """A row of an attempt's start, as far as it is read here."""
 
-
-class _Event(_AnyEvent, total=False):
-    """A row of the run's history, as far as it is read here."""
-
-    attempt: int | None
     time: float
     phases: dict[str, float]
 
 
-class _StopEvent(TypedDict):
-    reason: str
-    time: float
-    asks: bool
+_STOP = {"reason": str, "time": float, "asks": bool}
+_NOTICE = {"attempt": int, "what": str, "by": str}
+"""The result of a try to send a message of `notify`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +49,7 @@ def read_events(run: RunDir) -> list[Row]:
     return list(read_jsonl(run.events))
 
 
-def _built(rows: Iterator[Row], form: type[_T]) -> Iterator[tuple[Row, _T]]:
+def _built(rows: Iterator[Row], form: Any) -> Iterator[tuple[Row, Any]]:
     """Yield the rows that have a form, with their values in it; a host, or another user, may have written others."""
     for row in rows:
         with contextlib.suppress(ValueError):
@@ -83,19 +76,11 @@ def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
     )
 
 
-class _NoticeEvent(TypedDict):
-    """The result of a try to send a message of `notify`."""
-
-    attempt: int
-    what: str
-    by: str
-
-
 def warn_of_unsent(events: Sequence[Row]) -> str:
     """Return a warning where the last try to send a message failed, for each way; empty: all were sent."""
     failed: dict[tuple[int, str, str], str] = {}
     rows = (row for row in events if row.get("event") in ("notified", "notify_failed"))
-    for row, event in _built(rows, _NoticeEvent):
+    for row, event in _built(rows, _NOTICE):
         failed[event["attempt"], event["what"], event["by"]] = str(row.get("error") or "")
     newest = {by: (what, error) for (_, what, by), error in failed.items()}
     return "; ".join(f"notify.{by} was not sent ({what}): {error}" for by, (what, error) in newest.items() if error)
@@ -111,7 +96,7 @@ def find_start_phases(events: Sequence[Row], record: RunRecord, attempt: int, st
     start.json.
     """
     rows = (row for row in events if row.get("attempt") == attempt)
-    found = {event["event"]: event for _, event in _built(rows, _Event)}
+    found: dict[object, _Event] = {row.get("event"): event for row, event in _built(rows, _Event)}
     phases: dict[str, float] = {}
     submitted = found["submitted"].get("time") if "submitted" in found else None
     if submitted is not None and attempt == record.base_attempt:
@@ -169,7 +154,7 @@ class Stopping:
 def find_stopping(events: Sequence[Row], attempt: AttemptDir, grace_s: float) -> Stopping | None:
     """Return what the head recorded of a stop in this attempt; None while no stop is requested."""
     rows = (row for row in events if row.get("event") == "stop_requested" and row.get("attempt") == attempt.number)
-    for _, event in _built(rows, _StopEvent):
+    for _, event in _built(rows, _STOP):
         since, asked = event["time"], is_file(attempt.asked)
         return Stopping(reason=event["reason"], since=since, until=since + grace_s, asks=event["asks"] or asked)
     return None

@@ -5,10 +5,10 @@ The machines are hosts over SSH, or this one; both use run/leftovers.py and run/
 
 from __future__ import annotations
 
+import contextlib
 import socket
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from clusterddp.errors import NonsenseError, SshError
@@ -30,7 +30,7 @@ _END_TIMEOUT_S = 15.0
 """For each run, on top."""
 
 
-class ThisMachine:
+class ThisMachine(contextlib.AbstractContextManager["ThisMachine"]):
     """This machine."""
 
     def __init__(self, runs_dir: Path, root: str = DEFAULT_ROOT) -> None:
@@ -50,14 +50,11 @@ class ThisMachine:
     def remove(self, places: Mapping[str, Sequence[str]], older_than_s: float) -> dict[str, list[Removed] | SshError]:
         return {name: remove_stored(self._root, of_name, older_than_s=older_than_s) for name, of_name in places.items()}
 
-    def __enter__(self) -> ThisMachine:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         return None
 
 
-class Hosts:
+class Hosts(contextlib.AbstractContextManager["Hosts"]):
     """Hosts over SSH, asked all at once; connections stay open while the user is asked."""
 
     def __init__(self, nodes: Sequence[SshNode], environ: Mapping[str, str]) -> None:
@@ -88,10 +85,7 @@ class Hosts:
         facts = {host: {"places": list(of_host), "older_than_s": older_than_s} for host, of_host in places.items()}
         return self._ask("host.remove", facts, "removed", timeout_s=_DISK_TIMEOUT_S)
 
-    def __enter__(self) -> Hosts:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+    def __exit__(self, *exception: object) -> None:
         self._pool.close()
 
     def _ask(

@@ -13,8 +13,14 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.places.state import announce
 from clusterddp.run.directory import RunDir, is_of_another_user
 from clusterddp.run.record import RunRecord, read_gang, read_run
-from clusterddp.system.files import read_json
-from clusterddp.view.background import Background, FileDiff, compare_folders, read_background, read_uncommitted
+from clusterddp.view.background import (
+    Background,
+    FileDiff,
+    compare_folders,
+    read_background,
+    read_part,
+    read_uncommitted,
+)
 from clusterddp.view.curves import Curves, read_curves
 from clusterddp.view.logs import read_log_tail
 from clusterddp.view.status import RunStatus, read_status
@@ -22,6 +28,14 @@ from clusterddp.view.timeline import Timeline, read_timeline
 
 _LOG_LINES = 40
 _LOG_COLUMNS = 240
+_PARTS = {
+    "spec": "configuration",
+    "code": "code",
+    "packages": "packages",
+    "places": "hosts and ranks",
+    "machine": "the machine that submitted",
+}
+"""Part of a run's background, as in JSON -> its name for people."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,38 +114,24 @@ class Comparison:
     """Several runs beside each other: what differs, which is the why, and what they came to."""
 
     runs: tuple[RunReport, ...]
-    spec: tuple[Difference, ...]
-    packages: tuple[Difference, ...]
-    machine: tuple[Difference, ...]
-    """The machine that submitted."""
-    places: tuple[Difference, ...]
-    """Launcher, hosts, ranks."""
-    code: tuple[Difference, ...]
-    """Commit, branch, snapshot."""
+    parts: Mapping[str, tuple[Difference, ...]]
+    """What differs in each part of `_PARTS`."""
     diffs: tuple[CodeDiff, ...]
     """Of each further run."""
 
     @property
     def by_part(self) -> dict[str, tuple[Difference, ...]]:
         """What differs, by the name of its part; a part in which nothing differs is left out."""
-        parts = {
-            "configuration": self.spec,
-            "code": self.code,
-            "packages": self.packages,
-            "hosts and ranks": self.places,
-            "the machine that submitted": self.machine,
-        }
-        return {name: rows for name, rows in parts.items() if rows}
+        return {_PARTS[part]: rows for part, rows in self.parts.items() if rows}
 
     def to_json(self) -> dict[str, Any]:
         names = [report.status.run for report in self.runs]
-        parts = ("spec", "packages", "machine", "places", "code")
         return {
             "schema": 1,
             "runs": [_run_json(report) for report in self.runs],
             "differences": {
-                part: {each.key: dict(zip(names, each.values, strict=True)) for each in getattr(self, part)}
-                for part in parts
+                part: {each.key: dict(zip(names, each.values, strict=True)) for each in rows}
+                for part, rows in self.parts.items()
             },
             "diffs": [dataclasses.asdict(diff) for diff in self.diffs],
         }
@@ -150,15 +150,9 @@ def read_reports(runs: Sequence[RunDir], environ: Mapping[str, str]) -> list[Run
 def compare(runs: Sequence[RunReport]) -> Comparison:
     """Put runs beside each other; the code of each is compared with that of the first."""
     grounds = [run.background for run in runs]
-    return Comparison(
-        runs=tuple(runs),
-        spec=_differing([ground.config for ground in grounds]),
-        packages=_differing([ground.packages for ground in grounds]),
-        machine=_differing([ground.machine for ground in grounds]),
-        places=_differing([ground.places for ground in grounds]),
-        code=_differing([ground.code_facts for ground in grounds]),
-        diffs=tuple(_compare_code(runs[0], run) for run in runs[1:]),
-    )
+    diffs = tuple(_compare_code(runs[0], run) for run in runs[1:])
+    parts = {part: _differing([ground.parts[part] for ground in grounds]) for part in _PARTS}
+    return Comparison(runs=tuple(runs), parts=parts, diffs=diffs)
 
 
 def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> RunReport:
@@ -184,7 +178,7 @@ def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> 
 
 
 def _results(run: RunDir, status: RunStatus, curves: Curves, timeline: Timeline) -> Results:
-    summary = _read_object(run, run.summary)
+    summary = read_part(run.summary)
     best = curves.accuracy.best(highest=True)
     progress = status.progress
     loss, speed = curves.find("loss", "eval", "train", "log"), curves.find("images_per_s", "train", "log")
@@ -241,15 +235,6 @@ def _read_uncommitted(run: RunDir, ground: Background, environ: Mapping[str, str
         return read_uncommitted(ground.code, ground.root, ground.commit, environ)
     except (OSError, ClusterddpError):
         return ()
-
-
-def _read_object(run: RunDir, path: Any) -> dict[str, Any]:
-    """Read an object of the run; a damaged one counts as empty: the rest of the report is worth having."""
-    try:
-        value = read_json(path)
-    except (OSError, ClusterddpError):
-        return {}
-    return value if isinstance(value, dict) else {}
 
 
 def _differing(facts: Sequence[Mapping[str, str]]) -> tuple[Difference, ...]:

@@ -7,12 +7,12 @@ import dataclasses
 from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.attempts import AttemptEnd, read_end
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_ranks, read_start
 from clusterddp.system.files import read_jsonl
 
-_ASKED = frozenset(["submitted", "resumed", "requeued", "follow_up", "queued"])
+_ASKED = ("submitted", "resumed", "requeued", "follow_up", "queued")
 """Events by which the wait for an attempt begins."""
 
 
@@ -78,7 +78,13 @@ class Timeline:
 
 def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: float) -> Timeline:
     """Read the history of a run."""
-    asked = _read_asked(run)
+    asked: dict[int, float] = {}
+    """When the wait for each attempt began."""
+    with contextlib.suppress(OSError, ClusterddpError):
+        for row in read_jsonl(run.events):
+            name, at, attempt_number = row.get("event"), _time(row.get("time")), row.get("attempt")
+            if name in _ASKED and isinstance(attempt_number, int) and at is not None:
+                asked.setdefault(attempt_number, at)
     attempts: list[AttemptSpan] = []
     found = run.attempts()
     for attempt in found:
@@ -88,19 +94,12 @@ def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: flo
     return Timeline(attempts=tuple(attempts))
 
 
-def _read_asked(run: RunDir) -> dict[int, float]:
-    """Return when the wait for each attempt began."""
-    asked: dict[int, float] = {}
-    with contextlib.suppress(OSError, ClusterddpError):
-        for row in read_jsonl(run.events):
-            name, at, attempt = row.get("event"), _time(row.get("time")), row.get("attempt")
-            if isinstance(name, str) and name in _ASKED and isinstance(attempt, int) and at is not None:
-                asked.setdefault(attempt, at)
-    return asked
-
-
 def _read_attempt(attempt: AttemptDir, asked: float, *, is_over: bool, now: float) -> AttemptSpan:
-    end, start = _read_ends(attempt)
+    end, start = None, Start()  # what is damaged counts as not recorded
+    with contextlib.suppress(ClusterddpError):
+        end = read_end(attempt)
+    with contextlib.suppress(ClusterddpError):
+        start = read_start(attempt) or start
     started = _time(start.get("started"))
     if end is not None:
         ended, outcome = _time(end.ended) or started or asked, str(end.outcome)
@@ -122,16 +121,6 @@ def _read_attempt(attempt: AttemptDir, asked: float, *, is_over: bool, now: floa
         reason=end.reason if end else "",
         will_restart=bool(end and end.will_restart),
     )
-
-
-def _read_ends(attempt: AttemptDir) -> tuple[AttemptEnd | None, Start]:
-    """Read how an attempt ended and began; what is damaged counts as not recorded."""
-    end, start = None, Start()
-    with contextlib.suppress(ClusterddpError):
-        end = read_end(attempt)
-    with contextlib.suppress(ClusterddpError):
-        start = read_start(attempt) or start
-    return end, start
 
 
 def _time(value: object) -> float | None:

@@ -104,7 +104,10 @@ def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[s
     rows = [["RUN", *plan.keys]]
     shown = _MOST_RUNS_SHOWN if verbose else _FEW_RUNS_SHOWN
     for run, variant in zip(plan.runs[:shown], plan.variants[:shown], strict=True):
-        rows.append([run.run, *(_cell(value) for value in variant.values.values())])
+        values = (
+            shlex.join(map(str, each)) if isinstance(each, list | tuple) else each for each in variant.values.values()
+        )
+        rows.append([run.run, *map(value_text, values)])
     lines += table(rows, indent="  ")
     if len(plan.runs) > shown:
         lines.append(f"  ... and {len(plan.runs) - shown} more, to {plan.runs[-1].run}")
@@ -169,9 +172,3 @@ def _queue_lines(status: SweepStatus) -> list[str]:
         return []
     what = f"has ended: {status.queue.why}" if state == "ENDED" else "is gone"
     return [f"the queue {printable(what)}; continue with: clusterddp resume {status.sweep}"]
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, Sequence) and not isinstance(value, str):
-        return printable(shlex.join(map(str, value)))
-    return value_text(value)

@@ -104,19 +104,15 @@ def _progress_lines(status: RunStatus, address: str) -> list[str]:
 
 def sparkline(values: Sequence[float]) -> str:
     """Draw values as bars of text, with the first and the last; empty: too few, or the output cannot show them."""
-    if len(values) < _FEWEST_BARS or not _shows(_BARS):
+    try:
+        _BARS.encode(sys.stdout.encoding or "ascii")
+    except (UnicodeEncodeError, LookupError):
+        return ""
+    if len(values) < _FEWEST_BARS:
         return ""
     low, span = min(values), max(values) - min(values)
     bars = (_BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0] for value in values)
     return f"{''.join(bars)} {values[0]:.4g} to {values[-1]:.4g}"
-
-
-def _shows(text: str) -> bool:
-    try:
-        text.encode(sys.stdout.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return False
-    return True
 
 
 def checkpoint_text(checkpoint: Checkpoint) -> str:
@@ -263,7 +259,10 @@ def next_steps(
 def _again(run: RunDir, address: str, cause: RankEnd | None) -> tuple[str, str]:
     """Return the command that continues a run that has ended, or repeats it, and whether something has to change."""
     launcher = (read_json(run.record) or {}).get("launcher")
-    goes_on = has_checkpoint(run) or _stopped_by_itself(run)
+    attempts = run.attempts()
+    end = read_end(attempts[-1]) if attempts else None
+    # A program that ended because it was asked to has saved by itself.
+    goes_on = has_checkpoint(run) or (end is not None and end.outcome == "STOPPED" and not end.warning)
     if launcher in BY_HAND:
         command, where = BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"
@@ -272,13 +271,6 @@ def _again(run: RunDir, address: str, cause: RankEnd | None) -> tuple[str, str]:
     if cause is not None and not diagnose(cause).may_pass:
         return "once fixed", command
     return ("go on" if goes_on else "try again", command)
-
-
-def _stopped_by_itself(run: RunDir) -> bool:
-    """Return whether its program ended because it was asked to: it has saved by itself."""
-    attempts = run.attempts()
-    end = read_end(attempts[-1]) if attempts else None
-    return end is not None and end.outcome == "STOPPED" and not end.warning
 
 
 def _further(run: RunDir, address: str) -> list[tuple[str, str]]:

@@ -57,7 +57,7 @@ class _Route:
     """When it failed, in seconds of the monotonic clock."""
 
 
-class Connector:
+class Connector(contextlib.AbstractContextManager["Connector"]):
     """Connects to hosts, from any thread; each jump host is connected to once, and its connection is shared."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
@@ -66,9 +66,6 @@ class Connector:
         self._gate = threading.Semaphore(AT_ONCE)
         self._gates: dict[str, threading.Semaphore] = {}
         self._routes: dict[tuple[Destination, ...], _Route] = {}
-
-    def __enter__(self) -> Connector:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         """Release the jump hosts; one that a connection goes through is closed with that connection."""

@@ -64,7 +64,7 @@ class _Result:
     problem: ClusterddpError | None = None
 
 
-class Synchroniser:
+class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
     """Keeps the local copies of runs up to date; for runs that are not on SSH hosts it does nothing."""
 
     def __init__(
@@ -106,9 +106,6 @@ class Synchroniser:
         self._unreached: set[SshNode] = set()
         self._returned_at = -math.inf
         """When a host last answered again, in seconds of the monotonic clock."""
-
-    def __enter__(self) -> Synchroniser:
-        return self
 
     def __exit__(self, *exception: object) -> None:
         self.close()

@@ -124,7 +124,14 @@ def upload_data(path: str, target: str, uploader: Uploader) -> list[str]:
 
     def lacking(hosts: Iterable[str]) -> dict[str, Archive]:
         found = _compare_all(files, target, uploader, list(hosts))
-        _refuse_other(found)
+        # A host with a directory of its own for clusterddp does not know what another host's upload has put into
+        # storage that they share; the other one does.
+        ours = {item for one in found.values() for item in one.changed.items()}
+        for host, one in found.items():
+            if others := [item for item in one.other.items() if item not in ours]:
+                also = f", and {len(others) - 1} more" if len(others) > 1 else ""
+                hint = "remove it there, or send to another place (ssh.send)"
+                raise SshError(host, "ask", f"{one.in_the_way[0]}{also}; it is left as it is", hint=hint)
         for host in found:
             first.setdefault(host, found[host])
         ordered = sorted(found.items(), key=lambda item: len(item[1].other))  # who knows the files replaces them
@@ -276,21 +283,6 @@ def _compare(files: FileSet, target: str, uploader: Uploader, hosts: Iterable[st
         return found
 
     return uploader.at_all(hosts, compare)
-
-
-def _refuse_other(found: Mapping[str, Found]) -> None:
-    """Raise for what is in the way, before a file is sent.
-
-    A host with a directory of its own for clusterddp does not know what another host's upload has put into storage
-    that they share; the other one does.
-    """
-    ours = {item for one in found.values() for item in one.changed.items()}
-    for host, one in found.items():
-        others = [item for item in one.other.items() if item not in ours]
-        if others:
-            also = f", and {len(others) - 1} more" if len(others) > 1 else ""
-            hint = "remove it there, or send to another place (ssh.send)"
-            raise SshError(host, "ask", f"{one.in_the_way[0]}{also}; it is left as it is", hint=hint)
 
 
 def _notes(host: str, found: Found, files: FileSet) -> list[str]:

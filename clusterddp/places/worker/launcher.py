@@ -62,9 +62,12 @@ class ExternalLauncher(Launcher):
         attempt, submitter = records.attempt, records.submitter
         ranks = read_ranks(attempt) if attempt else []
         if attempt is None or not ranks:
-            return _before_ranks(submitter)
+            alive = submitter.alive() if submitter else False
+            if submitter and alive is None:
+                return Answer(life="unknown", words=f"starts on {submitter.host}, which cannot be asked from here")
+            return Answer(life="alive") if alive else Answer(life="ended", words="rank 0 is gone")
         unended = [rank for rank in ranks if rank.ended is None]
-        lives = {rank.rank: _alive(rank) for rank in unended}
+        lives = {each.rank: bool(each.process) and ProcessIdentity.from_json(each.process).alive() for each in unended}
         here = [rank for rank, alive in lives.items() if alive]
         gone = [rank for rank in unended if lives[rank.rank] is False]
         failed = sorted((rank for rank in ranks if rank.exit_code), key=lambda rank: rank.ended or 0.0)
@@ -80,17 +83,6 @@ class ExternalLauncher(Launcher):
             end = _completed(records.run, ranks)
         last = max((rank.ended or rank.started for rank in ranks), default=0.0)
         return Answer(life="ended", end=dataclasses.replace(end, ended=last))
-
-
-def _before_ranks(submitter: ProcessIdentity | None) -> Answer:
-    alive = submitter.alive() if submitter else False
-    if submitter and alive is None:
-        return Answer(life="unknown", words=f"starts on {submitter.host}, which cannot be asked from here")
-    return Answer(life="alive") if alive else Answer(life="ended", words="rank 0 is gone")
-
-
-def _alive(rank: RankRecord) -> bool | None:
-    return ProcessIdentity.from_json(rank.process).alive() if rank.process else False
 
 
 def _killed(rank: RankRecord) -> RankEnd:

@@ -250,7 +250,9 @@ def meet(
         if seat.noun == "node":
             master.close()
         decided = decide(met)
-        server.send_decision(decided)
+        for connection, hello in server.members.values():
+            masked = mask(decided["token"], key, hello.nonce)
+            connection.send({"kind": "decided", "decided": decided | {"token": masked}})
         if seat.noun == "node":
             return Result(decided=decided, connections=server.release())
         return Result(decided=decided, port=master)
@@ -347,11 +349,6 @@ class MeetingServer:
     def send_all(self, message: Message) -> None:
         for member in self.members.values():
             member.connection.send(message)
-
-    def send_decision(self, decided: dict[str, Any]) -> None:
-        for connection, hello in self.members.values():
-            masked = mask(decided["token"], self._key, hello.nonce)
-            connection.send({"kind": "decided", "decided": decided | {"token": masked}})
 
     def refuse_all(self, error: ClusterddpError) -> None:
         """Send all the error that ends the meeting, and for `LINGER_S` also those that connect late."""

@@ -42,7 +42,8 @@ def listen(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     Without a `nonce` only close what was opened before.
     Raises: ClusterddpError: the master's port is in use.
     """
-    host.release_all(Listener)
+    for opened in host.find_held(Listener):
+        host.release(opened)
     nonce, name, wanted = request["nonce"], request["name"], request["master_port"]
     if nonce is None:
         return {"network": None}

@@ -181,11 +181,6 @@ class Host:
         with contextlib.suppress(OSError):
             thing.close()
 
-    def release_all(self, kind: type[Closeable]) -> None:
-        """Close all that was kept of one kind."""
-        for thing in self.find_held(kind):
-            self.release(thing)
-
     def python_path(self, environ: Mapping[str, str]) -> str:
         """Return PYTHONPATH of `environ` with this package first."""
         return os.pathsep.join(filter(None, (str(self.package), environ.get("PYTHONPATH"))))
