@@ -31,6 +31,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.record import ProcessIdentity, RankEnd
 from clusterddp.system.files import is_file, write_json
+from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import storage_timeout_s
 
 _CONFIRM_S = 4.0
@@ -253,6 +254,7 @@ class Head:
     def _begin(self, now: float) -> None:
         attempt, gang = self._attempt, self._gang
         try:
+            demand_own(self._run.path)
             self._rendezvous.open(attempt.number, self.nodes.reached)
         except ClusterddpError as error:
             self._fail(RankEnd(rank=None, host=gang.nodes[0].host, error=error.message), now)

@@ -20,6 +20,7 @@ from clusterddp.run.code import replace_link, store_of, write_snapshot
 from clusterddp.run.directory import STAGING_PREFIX, SWEEP_RECORD, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.surroundings import capture_surroundings
+from clusterddp.system.directories import own_directories
 from clusterddp.system.files import read_json, sync_directory, write_json, write_text
 
 _FOREIGN_AFTER_S = 24 * 3600.0
@@ -65,16 +66,16 @@ def staged(runs_dir: Path) -> Iterator[Path]:
 
 def remove_abandoned(runs_dir: Path) -> None:
     """Remove the staging directories of killed submits; those of submits under way stay."""
-    for path in runs_dir.glob(f"{STAGING_PREFIX}*"):
+    for path in own_directories(runs_dir):
         with contextlib.suppress(OSError):
-            if _is_abandoned(path):
+            if path.name.startswith(STAGING_PREFIX) and _is_abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def make_runs_dir(runs_dir: Path) -> None:
-    """Make the directory of all runs, unless it exists."""
+    """Make the directory of all runs, unless it exists; no group may write there, whatever the umask is."""
     try:
-        runs_dir.mkdir(parents=True)
+        runs_dir.mkdir(0o755, parents=True)
     except FileExistsError:
         if not runs_dir.is_dir():
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(runs_dir)) from None

@@ -33,6 +33,7 @@ from clusterddp.run.directory import STAGING_PREFIX, STORE_NAME, SWEEP_RECORD, R
 from clusterddp.run.find import list_places
 from clusterddp.system.file_set import has_digest, leads_out, list_files
 from clusterddp.system.files import read_json, sync_directory
+from clusterddp.system.own_directory import demand_own
 
 FOLDER = "trees"
 TREE = "tree"
@@ -520,6 +521,7 @@ def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
             _copy(plan.root / name, staging / name)
         digest = list_files(staging).digest()
         store.mkdir(mode=0o700, exist_ok=True)
+        demand_own(store, private=True)
         if not (_mark_used(store / digest) and has_digest(store / digest, digest)):
             _install(staging, store / digest)
         link.symlink_to(os.path.relpath(store / digest, link.parent))
@@ -534,7 +536,7 @@ def write_snapshot(plan: SnapshotPlan, store: Path, link: Path) -> str:
 def store_of(runs_dir: Path) -> Path:
     """Return the directory of this user's snapshots in a runs directory, which several users may share.
 
-    It is never another user's directory, since that user could change the code that the ranks execute.
+    `write_snapshot` refuses one of another user, who could change the code that the ranks execute.
     """
     store = runs_dir / STORE_NAME
     with contextlib.suppress(FileNotFoundError):

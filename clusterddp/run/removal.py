@@ -24,6 +24,7 @@ from clusterddp.run.code import store_of
 from clusterddp.run.directory import STORE_NAME, SWEEP_RECORD, RunDir
 from clusterddp.system.directories import REMOVED, is_hidden, own_directories, remove_directory, unchanged_s, walk_files
 from clusterddp.system.files import is_file, read_json
+from clusterddp.system.own_directory import demand_own
 from clusterddp.system.processes import find_carriers, read_environment
 from clusterddp.system.units import parse_age
 
@@ -118,7 +119,7 @@ def remove_place(path: Path, runs_dir: Path, *, seen: tuple[object, ...]) -> Non
 def check_inside(path: Path, runs_dir: Path) -> None:
     """Check that a path is a directory of `runs_dir`, or of a sweep there, and that no part of it is a link.
 
-    Raises: UsageError: it is not.
+    Raises: UsageError: it is not. ClusterddpError: another user can put another directory there.
     """
     if path.is_symlink() or (path.parent.is_symlink() and path.parent.resolve() != runs_dir.resolve()):
         raise UsageError(
@@ -127,6 +128,7 @@ def check_inside(path: Path, runs_dir: Path) -> None:
     folder = path.parent.parent if is_file(path.parent / SWEEP_RECORD) else path.parent
     if folder.resolve() != runs_dir.resolve():
         raise UsageError(f"{path.name} is not in {runs_dir}", hint=f"--runs {folder} names its directory")
+    demand_own(folder)
 
 
 def find_unused_snapshots(runs_dir: Path, *, without: Collection[Path] = ()) -> list[Snapshot]:

@@ -25,6 +25,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.state import RunView, refuse_resume
 from clusterddp.system.files import write_json, write_text
+from clusterddp.system.own_directory import demand_own
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
@@ -59,6 +60,7 @@ def submit(plan: Plan, report: Report = no_report) -> Submitted:
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
     starter_named(plan.launcher, environ).check(plan)
+    demand_own(plan.runs_dir)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0, report)
 
@@ -78,6 +80,7 @@ def resume(
     """
     run = RunDir(run.path.absolute())
     environ = inherited_environment()
+    demand_own(run.path)
     record = read_run(run)
     with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
@@ -148,6 +151,7 @@ def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_
     name = read_run(run).launcher
     launcher = starter_named(name, inherited_environment(), run=run.name)
     try:
+        demand_own(run.path)
         started = launcher.start(run, attempt, report)
     except KeyboardInterrupt:
         # A user who interrupts a submit does not want the run.

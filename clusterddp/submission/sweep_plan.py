@@ -31,6 +31,7 @@ from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
 from clusterddp.system.files import write_bytes, write_json, write_text
+from clusterddp.system.own_directory import demand_own
 
 if TYPE_CHECKING:
     from clusterddp.run.code import SnapshotPlan
@@ -226,6 +227,7 @@ def make_sweep(plan: SweepPlan, environ: Mapping[str, str], variables: Mapping[s
     Raises: FileExistsError: the name has been taken meanwhile. ClusterddpError: the directory cannot be made (full,
     read-only). In both cases nothing is left behind.
     """
+    demand_own(plan.path.parent)
     with staged(plan.path.parent) as staging:
         _fill(SweepDir(staging), plan, environ, variables)
         sync_file_system(staging)

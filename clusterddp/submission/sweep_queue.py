@@ -50,6 +50,7 @@ from clusterddp.submission.submit import (
 from clusterddp.submission.sweep_plan import queue_width
 from clusterddp.system.directories import remove_directory
 from clusterddp.system.files import is_file, read_tail, write_json
+from clusterddp.system.own_directory import demand_own
 from clusterddp.system.processes import read_process
 from clusterddp.system.storage import retry_outage
 
@@ -142,6 +143,7 @@ def resume_sweep(sweep: SweepDir) -> Submitted:
     Raises: UsageError: there are none, or its queue still runs. ClusterddpError: a run cannot be queued again.
     """
     sweep = SweepDir(sweep.path.absolute())
+    demand_own(sweep.path)
     environ = inherited_environment()
     runs = sweep.runs()
     with Synchroniser(runs, environ) as sync:

@@ -51,6 +51,7 @@ from clusterddp.run.job_tag import job_tag, tag_of
 from clusterddp.run.record import JobAnswer, RunRecord, drop_secrets, log_event, read_run, write_job_answer
 from clusterddp.run.stop import request_stop
 from clusterddp.system.files import is_file, read_json, write_json
+from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
 
 _END_TIMEOUT_S = 3.0
@@ -124,6 +125,7 @@ def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
     if not RunDir(path).record.is_file():
         host = environ.get("SLURMD_NODENAME") or os.uname().nodename
         raise ClusterddpError(f"{host}: {path}: found no run there; is it on storage that the nodes share?")
+    demand_own(path)
     return RunDir(path)
 
 

@@ -217,8 +217,8 @@ def test_a_secrets_value_is_nowhere_in_the_run(tmp_path: Path, monkeypatch: pyte
 def test_a_start_that_fails_is_the_runs_recorded_end(tmp_path: Path) -> None:
     plan = plan_script(tmp_path)
     made = make_run(plan, os.environ)
-    (made.run_dir / "launcher" / "json.py").write_text("raise OSError('in the way')")
-    with pytest.raises(ClusterddpError, match=r"could not be started: OSError: in the way"):
+    (made.run_dir / "launcher" / "submitit").write_text("in the way")
+    with pytest.raises(ClusterddpError, match=r"could not be started: FileExistsError: .*launcher/submitit"):
         start_attempt(RunDir(made.run_dir), 0)
     view = read_state(RunDir(made.run_dir))
     assert view.state is RunState.FAILED

@@ -311,16 +311,16 @@ def test_the_dry_run_names_the_queue_and_writes_nothing(place: SweepPerson) -> N
 
 
 def test_a_queue_that_cannot_start_any_run_gives_up_and_says_why(place: SweepPerson) -> None:
-    """Their tasks do not start: in the directory where they would, a file of the name of a module is in the way."""
+    """Their tasks do not start: a file is in the way."""
     sweep = place.submit_sweep("env.I=0,1,2,3,4", environ={"HOLDS": "all"})
     await_begun(place, 0)
     for run in sweep.runs()[1:]:
-        (run.launcher_dir / "json.py").write_text("raise OSError('in the way')")
+        (run.launcher_dir / "submitit").write_text("in the way")
     place.let_go(0)
     await_states(sweep, "COMPLETED", "FAILED", "FAILED", "FAILED", "LOST")
     assert "3 runs in a row could not be started" in place.status(sweep)["runs"][4]["reason"]
     for run in sweep.runs()[1:]:
-        (run.launcher_dir / "json.py").unlink()
+        (run.launcher_dir / "submitit").unlink()
     place.let_go(1, 2, 3, 4)
     assert place.run("resume", sweep.name, "--wait", HOLDS="all").returncode == 0
 

@@ -118,7 +118,10 @@ def test_a_directory_that_others_may_write_is_refused(person: SshPerson) -> None
     place = person.rack.dir / "home" / "root" / "open"
     place.mkdir()
     place.chmod(0o777)
-    assert "others may write" in converse(person, {"host": "node1", "root": "~/open"})["node1"]["message"]
+    assert (
+        "open: every user can write there; chmod go-w"
+        in converse(person, {"host": "node1", "root": "~/open"})["node1"]["message"]
+    )
 
 
 def test_what_a_login_shell_prints_is_skipped(person: SshPerson) -> None:

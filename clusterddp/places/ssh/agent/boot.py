@@ -1,6 +1,7 @@
 """The first program on a host: it reports the host's facts, receives this package if it is not there, starts the agent.
 
-The host's own Python runs this text, which comes over the connection; it may be an old one and has no clusterddp yet.
+The host's own Python runs this text, which comes over the connection behind that of system/own_directory.py; it may be
+an old one and has no clusterddp yet.
 Standard input brings one line of JSON, `{"package": sha256, "root": str, "patience_s": int, "login": object}`, the last
 two of which are optional (with `login`, login.py runs a command in place of the agent); and, after an answer with
 `"have": false`, one line `{"size": n}` and n bytes, the package as a zip file.
@@ -58,11 +59,9 @@ def open_root(named):
         raise RefusalError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.10 or newer is needed")
     root = os.path.abspath(os.path.expanduser(named))
     os.makedirs(root, mode=0o700, exist_ok=True)
-    found = os.stat(root)
-    if found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise RefusalError(
-            "%s belongs to another user, or others may write there; chmod 700, or name another as ssh.dir" % root
-        )
+    fault = find_fault(root, private=True, instead="ssh.dir names a directory of yours")
+    if fault is not None:
+        raise RefusalError("%s; %s" % fault)
     for name in ("packages", "code", "runs"):
         os.makedirs(os.path.join(root, name), mode=0o700, exist_ok=True)
     return root
