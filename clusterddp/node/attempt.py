@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from clusterddp.facts.memory import explain_limit, explain_oom_kill
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import (
+    NOT_STARTED,
     AttemptEnd,
     cancelled,
     failed,
@@ -74,6 +75,8 @@ class Attempt:
         self.number = number
         self.begun: float | None = None
         """When ranks were ordered to start; None: not yet."""
+        self.missing = ""
+        """What the start waits for; empty: nothing."""
         self.stop_reason: str | None = None
         self.stopped_by_time_limit = False
         self.cancel_reason: str | None = None
@@ -216,6 +219,8 @@ class Attempt:
     def _stopped(self, reason: str) -> AttemptEnd:
         if self.job_failure is None:
             warning = "" if self.asks or self.begun is None else NEVER_ASKED
+            if self.begun is None:
+                reason = f"{NOT_STARTED}: {'; '.join(filter(None, (self.missing, reason)))}"
             return AttemptEnd(outcome="STOPPED", reason=reason, warning=warning)
         end = failed(self.job_failure, host=self._gang.nodes[0].host, log="launcher/job.log")
         stopped = "" if self.begun is None else "; the ranks stopped at a checkpoint"

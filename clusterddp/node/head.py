@@ -36,6 +36,8 @@ from clusterddp.system.storage import storage_timeout_s
 
 _CONFIRM_S = 4.0
 """How long nodes may take to confirm their end after they have given up."""
+_NOTE_WAIT_S = 60.0
+"""After so long a start that waits for nodes names them."""
 _MAX_FILES, _MAX_BYTES = 5000, 100_000_000
 """Of the code of a program, which `may_look_for_file` reads."""
 
@@ -208,6 +210,9 @@ class Head:
                 self._begin(now)
             elif (failure := self.nodes.overdue(now)) is not None:
                 self._fail(failure, now)
+            attempt.missing = self.nodes.missing()[0]
+            if waited := self.nodes.note_wait(now):
+                log(self._run, "start_waits", attempt=attempt.number, text=f"{attempt.missing} {waited}")
         if self._start.is_due:
             self._record_start(now)
         if attempt.time_limit_approaches(now):
@@ -446,6 +451,8 @@ class JoinedNodes:
         self._gang = gang
         self._timeout_s = timeout_s
         self._until = now + timeout_s
+        self._note_s = min(_NOTE_WAIT_S, timeout_s / 2)
+        self._note_at = now + self._note_s
         self._unready: dict[int, tuple[int, ...]] = {}
         """Ranks that a node cannot start yet, because it waits for their tasks."""
 
@@ -500,6 +507,12 @@ class JoinedNodes:
         """Name the nodes and tasks that are missing once the time is up."""
         if now < self._until:
             return None
+        what, nodes = self.missing()
+        error = f"{what} within {self._timeout_s:g} s"
+        return RankEnd(rank=None, host=nodes[0].host, error=error, restart="another job")
+
+    def missing(self) -> tuple[str, list[Node]]:
+        """Name the nodes and tasks that are missing now; return those nodes, too."""
         absent = [node for node in self._gang.nodes if node.node_rank not in self.pids]
         unready = [node for node in self._gang.nodes if self._unready.get(node.node_rank)]
         missing = []
@@ -507,8 +520,14 @@ class JoinedNodes:
             missing.append(" and ".join(f"node {node.node_rank} on {node.host}" for node in absent) + " did not join")
         for node in unready:
             missing.append(f"the tasks of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start")
-        error = f"{' and '.join(missing)} within {self._timeout_s:g} s"
-        return RankEnd(rank=None, host=(absent + unready)[0].host, error=error, restart="another job")
+        return " and ".join(missing), absent + unready
+
+    def note_wait(self, now: float) -> str:
+        """Return once, when the start has waited for long, for how long that is."""
+        if now < self._note_at or self.complete:
+            return ""
+        self._note_at = float("inf")
+        return f"within {self._note_s:g} s; the start waits up to {self._timeout_s:g} s"
 
 
 class Ending:

@@ -43,6 +43,10 @@ _FULL_S = 10.0
 """How long the write of an end is retried on a full disk."""
 
 
+NOT_STARTED = "ended before its ranks started"
+"""How the reason of an attempt begins that was asked to stop before."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptEnd:
     """`end.json`: how an attempt ended. The first one that is written counts."""
@@ -57,6 +61,11 @@ class AttemptEnd:
     ended: float = 0.0
     warning: str = ""
     """A problem that did not change the outcome; empty: none."""
+
+    @property
+    def has_stopped(self) -> bool:
+        """True when its ranks stopped at a checkpoint."""
+        return self.outcome == "STOPPED" and not self.warning and not self.reason.startswith(NOT_STARTED)
 
 
 def cancelled(reason: str) -> AttemptEnd:

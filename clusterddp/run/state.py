@@ -243,10 +243,10 @@ def final_view(attempt: AttemptDir, end: AttemptEnd) -> RunView:
     """Return the state of a run whose newest attempt is its last."""
     state = RunState.CANCELLED if end.outcome == "STOPPED" else RunState(end.outcome)
     reason = end.reason
-    if end.outcome == "STOPPED":
+    if end.has_stopped:
         reason = f"stopped at a checkpoint: {end.reason}; resume continues it"
-        if end.warning:
-            reason = f"ended with exit code 0 after the request to stop: {end.reason}"
+    elif end.outcome == "STOPPED" and end.warning:
+        reason = f"ended with exit code 0 after the request to stop: {end.reason}"
     return RunView(state=state, attempt=attempt.number, end=end, reason=reason)
 
 

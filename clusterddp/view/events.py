@@ -76,6 +76,12 @@ def warn_of_sockets(transports: Collection[NodeTransport]) -> str:
     )
 
 
+def warn_of_wait(events: Sequence[Row]) -> str:
+    """Return which nodes a start that has waited for long waits for; empty: for none."""
+    rows = [row for row in events if row.get("event") in ("start_waits", "attempt_started", "attempt_ended")]
+    return str(rows[-1].get("text", "")) if rows else ""
+
+
 def warn_of_unsent(events: Sequence[Row]) -> str:
     """Return a warning where the last try to send a message failed, for each way; empty: all were sent."""
     failed: dict[tuple[int, str, str], str] = {}

@@ -35,6 +35,7 @@ from clusterddp.view.events import (
     read_events,
     warn_of_sockets,
     warn_of_unsent,
+    warn_of_wait,
 )
 from clusterddp.view.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.view.ranks import RankStatus, rank_statuses
@@ -171,6 +172,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         warn_of_sockets(transports),
         warn_of_unsent(events),
         usage.warning if usage else "",
+        "" if view.finished else warn_of_wait(events),
     )
     return RunStatus(
         **_summary(run, record, view, tail_bytes=TAIL_BYTES),

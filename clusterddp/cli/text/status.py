@@ -262,7 +262,7 @@ def _again(run: RunDir, address: str, cause: RankEnd | None) -> tuple[str, str]:
     attempts = run.attempts()
     end = read_end(attempts[-1]) if attempts else None
     # A program that ended because it was asked to has saved by itself.
-    goes_on = has_checkpoint(run) or (end is not None and end.outcome == "STOPPED" and not end.warning)
+    goes_on = has_checkpoint(run) or (end is not None and end.has_stopped)
     if launcher in BY_HAND:
         command, where = BY_HAND[launcher]
         command = f"{command} --resume {run.name}, {where}" if goes_on else f"{command}, {where}"

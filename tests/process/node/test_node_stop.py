@@ -1,5 +1,6 @@
 """The stop contract, the time limit and cancel, on real gangs."""
 
+import dataclasses
 import json
 import os
 import signal
@@ -8,10 +9,13 @@ import time
 
 import pytest
 
+from clusterddp.cli.text.status import next_steps
 from clusterddp.node.attempt import NEVER_ASKED
 from clusterddp.run.gang import Entry
+from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.stop import request_stop
 from clusterddp.system.files import write_json
+from clusterddp.view.status import read_status
 from tests.support.gang_runs import make_gang, running, started
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -70,6 +74,24 @@ def test_the_approaching_time_limit_stops_the_gang_and_a_restart_goes_on(tmp_pat
         assert (first.outcome, first.will_restart) == ("STOPPED", True)
         assert first.reason == "the time limit of 2 s approaches"
         assert gang.end(1).outcome == "COMPLETED"
+
+
+def test_a_start_that_waits_for_a_node_names_it_while_it_waits_and_when_it_is_asked_to_stop(tmp_path):
+    with running(tmp_path, UNTIL_STOP, start_timeout_s=8.0, order={"only": (0,)}, restarts=1) as gang:
+        me = dataclasses.asdict(ProcessIdentity.of())
+        record = RunRecord(
+            run=gang.run.name, token=gang.gang.token, name="", launcher="local", created_ns=1, submitter=me
+        )
+        write_run(gang.run, record)
+        said = "node 1 on host1 did not join within 4 s; the start waits up to 8 s"
+        wait_until(lambda: read_status(gang.run).warning == said, 8, what=lambda: read_status(gang.run).warning)
+        os.kill(gang.supervisors[0], signal.SIGUSR2)
+        assert gang.await_end() == [0]
+        reason = "ended before its ranks started: node 1 on host1 did not join; SIGUSR2 to the supervisor of node 0"
+        assert (gang.end().outcome, gang.end().reason, gang.end().will_restart) == ("STOPPED", reason, False)
+        status = read_status(gang.run)
+        assert (status.state.value, status.reason, status.warning) == ("CANCELLED", reason, "")
+        assert next_steps("CANCELLED", gang.run.name, gang.run, None)[0].startswith("  try again  clusterddp submit")
 
 
 def test_ranks_that_do_not_stop_in_time_are_ended_and_named(tmp_path):
