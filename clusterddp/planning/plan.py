@@ -14,12 +14,13 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import slurm as slurm_place
 from clusterddp.planning import ssh as ssh_plan
 from clusterddp.planning.placement import Request, place_local, with_one_process_each
-from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes
+from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes, setting_notes
 from clusterddp.planning.processes import launcher_command, rank_command
 from clusterddp.planning.program import (
     filled_in,
     move_entry,
     notes_on_outputs,
+    notes_on_words,
     plan_entry,
     plan_program,
     plan_trial_entry,
@@ -198,7 +199,8 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         rank0={},
         changes=resolved.changes(),
         notes=(
-            *(*placement.notes, *program.notes, *overwritten, *secret_notes(resolved)),
+            *(*placement.notes, *program.notes, *notes_on_words(entry), *overwritten, *secret_notes(resolved)),
+            *setting_notes(job, request.environ),
             *((called,) if entry.is_call and job.container else ()),
         ),
         snapshot=program.snapshot_summary,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -65,6 +65,16 @@ def secret_notes(resolved: ResolvedSpec) -> tuple[str, ...]:
         for name, value in resolved.job.env.items()
         if is_secret(name, value) and not _HARMLESS.fullmatch(value)
     )
+
+
+_SETTING = re.compile(r"(NCCL|GLOO|UCX|TORCH|PYTORCH)_(?!.*(HOME|ROOT|PATH|DIR|VERSION)$).*|CUDA_LAUNCH_BLOCKING")
+
+
+def setting_notes(job: JobSpec, environ: Mapping[str, str]) -> Iterator[str]:
+    """Name what this shell sets for torch and its networks, since no line of the spec says so."""
+    found = sorted(name for name in environ if _SETTING.fullmatch(name) and name not in job.env)
+    if found and job.launcher != "ssh":
+        yield f"of this shell, the ranks get {' and '.join(found)} too; env: sets them in the spec"
 
 
 def check_trainer(gang: Gang, *, elsewhere: bool) -> None:

@@ -108,6 +108,8 @@ def plan_program(
             f"the command works in {working_dir} and reads files there when it runs; "
             "{code_dir} is the same directory in the copy of the code",
         )
+    if kind == "script" and file and job.resources.world_size > 1 and not (job.entry and job.entry.owns_ranks):
+        notes = (*notes, *_spawn_notes(file, job.resources.world_size))
     # Python puts the script's directory first, and for a module the working directory; PYTHONPATH follows.
     others = [Path(path) for path in environ.get("PYTHONPATH", "").split(os.pathsep) if path]
     followers = [str((working_dir / path).resolve()) for path in others]
@@ -230,6 +232,27 @@ def _code_snapshot(
         what = "command" if job.entry and job.entry.command else "module"
         return None, (f"{home} is in no git repository: no snapshot of the code, the {what} runs in place",)
     return snapshot, (*snapshot.notes, *absent_notes(snapshot, uploads=uploads))
+
+
+def _spawn_notes(file: Path, world_size: int) -> Iterator[str]:
+    """Note that a script starts ranks itself, where it does so under no condition."""
+    calls = None
+    with contextlib.suppress(OSError, SyntaxError, ValueError, RecursionError, MemoryError):
+        calls = next(_spawns(ast.parse(file.read_bytes())), None)
+    if calls:
+        yield (
+            f"{file.name}:{calls} calls mp.spawn: if each of the {world_size} ranks does, entry.owns_ranks: true "
+            "starts the script once on each node instead"
+        )
+
+
+def _spawns(node: ast.AST) -> Iterator[int]:
+    """Yield the lines of calls of torch.multiprocessing.spawn that are under no `if`, but that of `__main__`."""
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.Call) and re.fullmatch(r"(.*\.)?(mp|multiprocessing)\.spawn", ast.unparse(child.func)):
+            yield child.lineno
+        if not isinstance(child, ast.If) or "__name__" in ast.unparse(child.test):
+            yield from _spawns(child)
 
 
 def _editable_installs(snapshot: SnapshotPlan, *, uploads: bool) -> tuple[list[Path], list[str]]:
@@ -472,6 +495,18 @@ def relative_outputs(entry: Mapping[str, Any]) -> tuple[str, ...]:
             if isinstance(value, str) and _OPTION.fullmatch(name.replace("-", "_").lower()) and _is_relative(value)
         )
     )
+
+
+_OF_A_SHELL = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Z_][A-Z0-9_]*\}|\$\(|(^|=)~/")
+"""What a shell would replace; not `${a.b}`, which Hydra reads."""
+
+
+def notes_on_words(entry: Entry) -> Iterator[str]:
+    """Name the arguments that a shell would change."""
+    given = (*([] if entry.shell else entry.words), *(() if entry.kind == "function" else entry.args))
+    found = [str(word) for word in given if _OF_A_SHELL.search(str(word))]
+    if found:
+        yield f"entry: no shell reads {_few(found)}: the program gets this text as it is"
 
 
 def notes_on_outputs(entry: Entry, working_dir: Path, *, in_copies: bool) -> Iterator[str]:

@@ -18,7 +18,7 @@ from clusterddp.spec.fields import MAX_RANKS, Conflict
 from clusterddp.spec.hosts import ssh_conflicts, with_node_for_each_host
 from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.model import JobSpec, notify_conflicts
-from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, asks_for_gpus, option_problem
+from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, REQUEUE_OPTIONS, asks_for_gpus, option_problem
 from clusterddp.spec.train import BUILT_IN, FOLDER, IMAGE_SETS, fits_fastnet, kept_side, own_side
 from clusterddp.spec.tree import (
     ListNode,
@@ -241,6 +241,10 @@ def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
         problem = option_problem(name, value)
         if problem:
             yield Conflict((f"slurm.{name}",), problem[0], problem[1])
+    for group in ({"exclusive", "oversubscribe"}, MEMORY_OPTIONS, REQUEUE_OPTIONS):
+        first, *others = [name for name in options if name in group and options[name]] or [""]
+        for name in others:
+            yield Conflict((f"slurm.{name}",), f"contradicts {first}, expected one of them")
     memory = [name for name in options if name in MEMORY_OPTIONS and options[name]]
     if memory and job.resources.memory_gb is not None:
         yield Conflict(

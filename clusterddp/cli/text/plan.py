@@ -39,6 +39,11 @@ _SHOWN_ELSEWHERE = (
 )
 """Keys whose values other lines of the summary have."""
 _IN_WHERE = ("launcher", "ssh.hosts")
+_TIMES = (
+    *("resources.time", "stop.lead", "stop.grace", "hang_after"),
+    *("network.start_timeout", "network.host_silence", "network.heartbeat_timeout"),
+)
+"""Keys whose values are times; a bare number is minutes."""
 
 
 def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
@@ -95,7 +100,7 @@ def _details(plan: Plan) -> list[str]:
     lines += ["", *_node_table(plan)]
     changes = [["KEY", "VALUE", "DEFAULT", "FROM"]]
     for change in plan.changes:
-        value, default = value_text(change["value"]), value_text(change["default"])
+        value, default = _with_unit(change["key"], change["value"]), value_text(change["default"])
         changes.append([change["key"], value, default, printable(change["origin"])])
     rank0 = [["NAME", "VALUE", "FROM"]]
     for name, variable in sorted(plan.rank0.items()):
@@ -274,7 +279,7 @@ def _time_facts(plan: Plan) -> list[tuple[str, str]]:
     gang, limit = plan.gang, plan.spec["resources"]["time"]
     facts = []
     if gang.time_limit_s or limit:
-        shown = duration(gang.time_limit_s) if gang.time_limit_s else str(limit)
+        shown = duration(gang.time_limit_s) if gang.time_limit_s else _with_unit("resources.time", limit)
         facts.append(("time", f"{shown}; asked to stop {duration(gang.stop_lead_s)} before"))
     if gang.restarts:
         facts.append(("restarts", f"up to {gang.restarts}, from the newest checkpoint"))
@@ -320,7 +325,7 @@ def _changes(plan: Plan, columns: int | None) -> list[tuple[str, str]]:
     room = None if columns is None else (columns - _INDENT) * _CHANGE_LINES - len("and 999 more")
     shown: list[str] = []
     for change in [*typed, *others]:
-        text = f"{change['key']}={value_text(change['value'])}"
+        text = f"{change['key']}={_with_unit(change['key'], change['value'])}"
         if room is not None and len(", ".join([*shown, text])) > room:
             break
         shown.append(text)
@@ -337,6 +342,10 @@ def _in_a_file(change: dict[str, Any]) -> bool:
 def value_text(value: Any) -> str:
     """Write a value of the spec for a table."""
     return printable(value if isinstance(value, str) else json.dumps(value))
+
+
+def _with_unit(key: str, value: Any) -> str:
+    return f"{value} min" if key in _TIMES and str(value).isdecimal() else value_text(value)
 
 
 def words(argv: Sequence[str]) -> str:

@@ -101,6 +101,16 @@ def test_the_plan_of_a_training_names_its_data_and_its_time(place: Path, capfd: 
     assert fact(lines, "data") == "data"
 
 
+def test_a_time_without_a_unit_is_shown_in_minutes(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    times = ("hang_after=10", "stop.grace=0:30", "network.start_timeout=20", "restarts=1")
+    lines = dry_run(capfd, "job.yaml", *times)
+    shown = "hang_after=10 min, stop.grace=0:30, network.start_timeout=20 min, restarts=1"
+    assert sorted(fact(lines, "changed").split(", ")) == sorted(shown.split(", "))
+    verbose = "\n".join(dry_run(capfd, "job.yaml", *times, "-v"))
+    assert re.search(r"hang_after +10 min ", verbose)
+    assert fact(dry_run(capfd, "job.yaml", "--launcher", "slurm", "resources.time=90"), "time").startswith("90 min; ")
+
+
 def test_changed_values_that_do_not_fit_are_counted(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     lines = dry_run(capfd, "job.yaml", *(f"env.VARIABLE_{number}=something-{number}" for number in range(40)))
     assert fact(lines, "changed").startswith("env.VARIABLE_0=something-0, ")

@@ -358,6 +358,63 @@ def test_a_repository_within_the_repository_is_not_called_ignored(tmp_path: Path
     assert plan_script(tmp_path).notes == (note,)
 
 
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        ("[--seed, $seed, --out, 'ckpt/$SLURM_JOB_ID', --data, ~/data]", "$seed, ckpt/$SLURM_JOB_ID, ~/data"),
+        ("['--out=${OUT}/a', '--root=~/a', '$(hostname)']", "--out=${OUT}/a, --root=~/a, $(hostname)"),
+        ("['$5', 'a$', 'a~/b', 'path=${hydra:runtime.cwd}', 'width=${model.width}', '{rank}']", None),
+    ],
+)
+def test_what_a_shell_would_replace_in_arguments_is_named(tmp_path: Path, args: str, named: str | None) -> None:
+    (tmp_path / "entry.py").write_text("")
+    notes = plan_text(f"name: a\nentry: {{script: entry.py, args: {args}}}\n", tmp_path).notes
+    expected = f"entry: no shell reads {named}: the program gets this text as it is"
+    assert [note for note in notes if "no shell" in note] == ([expected] if named else [])
+
+
+SPAWNS = "import torch.multiprocessing as mp\nif __name__ == '__main__':\n    mp.spawn(print, nprocs=4)\n"
+
+
+def test_a_script_that_starts_ranks_in_each_rank_is_named(tmp_path: Path) -> None:
+    note = (
+        "entry.py:3 calls mp.spawn: if each of the 4 ranks does, entry.owns_ranks: true starts the script once on each "
+        "node instead"
+    )
+    assert plan_script(tmp_path, SPAWNS).notes == (note,)
+
+
+@pytest.mark.parametrize(
+    ("code", "resources"),
+    [
+        (SPAWNS, "{}"),
+        (SPAWNS.replace("    mp.spawn", "    if spawns:\n        mp.spawn"), "{procs_per_node: 2}"),
+        ("import subprocess\nsubprocess.spawn()\n", "{procs_per_node: 2}"),
+        ("this is no Python\n", "{procs_per_node: 2}"),
+    ],
+)
+def test_a_script_that_may_start_no_ranks_is_not_named(tmp_path: Path, code: str, resources: str) -> None:
+    assert plan_script(tmp_path, code, resources=resources).notes == ()
+
+
+def test_settings_of_this_shell_that_reach_the_ranks_are_named(tmp_path: Path) -> None:
+    settings = {
+        "NCCL_P2P_DISABLE": "1",
+        "TORCH_LOGS": "all",
+        "NCCL_HOME": "/opt/nccl",
+        "OMP_NUM_THREADS": "3",
+        "A": "1",
+    }
+    environ = {"PATH": os.environ["PATH"]} | settings
+    note = "of this shell, the ranks get NCCL_P2P_DISABLE and TORCH_LOGS too; env: sets them in the spec"
+    (tmp_path / "entry.py").write_text("")
+    for launcher in ("local", "slurm"):
+        text = f"name: a\nlauncher: {launcher}\nentry: {{script: entry.py}}\n"
+        assert note in plan_text(text, tmp_path, environ=environ).notes
+    others = plan_text(f"{text}env: {{NCCL_P2P_DISABLE: 1, TORCH_LOGS: all}}\n", tmp_path, environ=environ)
+    assert not [each for each in others.notes if "this shell" in each]
+
+
 def test_snapshot_false_runs_the_code_in_place(tmp_path: Path) -> None:
     plan = plan_script(tmp_path, more="snapshot: false")
     assert (plan.gang.entry.target, plan.snapshot) == (str(tmp_path / "entry.py"), None)

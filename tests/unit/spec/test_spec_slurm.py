@@ -57,6 +57,7 @@ def test_a_value_that_an_option_does_not_take_is_refused(option: str, message: s
         "exclusive: true",
         "exclusive: user",
         "requeue: expedite",
+        "exclusive: true, oversubscribe: false",
         "gres: 'gpu:a100:4,nvme:1'",
         "nice: true",
         "dependency: singleton",
@@ -65,7 +66,7 @@ def test_a_value_that_an_option_does_not_take_is_refused(option: str, message: s
     ],
 )
 def test_an_option_with_a_value_that_it_takes_is_kept(option: str) -> None:
-    assert len(load(f"slurm: {{{option}}}").slurm) == 1
+    assert load(f"slurm: {{{option}}}").slurm
 
 
 def test_nothing_behind_an_option_removes_the_default() -> None:
@@ -77,6 +78,9 @@ def test_nothing_behind_an_option_removes_the_default() -> None:
     [
         ("resources: {memory_gb: 4}\nslurm: {mem: 8G}", "slurm.mem", "resources.memory_gb asks for memory too"),
         ("device: cpu\nslurm: {gpus: 8}", "slurm.gpus", "asks for GPUs, and device is cpu"),
+        ("slurm: {exclusive: true, oversubscribe: true}", "slurm.oversubscribe", "contradicts exclusive"),
+        ("slurm: {mem: 8G, mem-per-cpu: 2G}", "slurm.mem_per_cpu", "contradicts mem, expected one of them"),
+        ("slurm: {requeue: true, no_requeue: true}", "slurm.no_requeue", "contradicts requeue, expected one of them"),
         ("after: [7]\nslurm: {dependency: singleton}", "slurm.dependency", "after sets it, expected one of them"),
     ],
 )
