@@ -26,6 +26,7 @@ from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
 from clusterddp.system.archive import Archive
 from clusterddp.system.file_set import choose_files
+from clusterddp.system.own_directory import SAFE_DIRECTORIES
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
@@ -222,7 +223,8 @@ class _Ssh:
         lines = (login.python, login.venv, login.conda, " ".join(login.modules))
         boot = package().boot
         self._write("".join(f"{line or ''}\n" for line in lines).encode() + f"{len(boot)}\n".encode() + boot)
-        self.send({"package": package().sha256, "root": login.dir, "login": order}, [])
+        safe = os.environ.get(SAFE_DIRECTORIES, "")
+        self.send({"package": package().sha256, "root": login.dir, "safe": safe, "login": order}, [])
         return bool(self.read_answer({"have": bool})["have"])
 
     def send(self, message: Mapping[str, Any], chunks: Iterable[bytes]) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from clusterddp.ranks.environment import COOKIE, PLACE_VARIABLES
 from clusterddp.spec.secret_values import is_secret
+from clusterddp.system.own_directory import SAFE_DIRECTORIES
 from clusterddp.system.python import module_command
 
 EXEC_MODULE = "clusterddp.node.exec_command"
@@ -36,7 +37,7 @@ _TRAVELLING = frozenset(
         "_LMFILES_", "MODULESHOME", "CPATH", "C_INCLUDE_PATH", "CPLUS_INCLUDE_PATH", "LIBRARY_PATH", "LD_RUN_PATH",
         "CUDAHOSTCXX", "CFLAGS", "CXXFLAGS", "LDFLAGS", "GLIBC_TUNABLES",
         "REQUESTS_CA_BUNDLE", "CURL_CA_BUNDLE",
-        "SSL_CERT_FILE", "SSL_CERT_DIR", "OPAL_PREFIX", "CC", "CXX",
+        "SSL_CERT_FILE", "SSL_CERT_DIR", "OPAL_PREFIX", "CC", "CXX", SAFE_DIRECTORIES,
     }
 )  # fmt: skip
 _TRAVELLING_PREFIXES = (
@@ -62,7 +63,7 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
     kept = {
         name: value
         for name, value in environ.items()
-        if not name.startswith(_FOREIGN_PREFIXES) and name not in PLACE_VARIABLES
+        if (not name.startswith(_FOREIGN_PREFIXES) and name not in PLACE_VARIABLES) or name == SAFE_DIRECTORIES
     }
     return kept | python_path(environ) | {COOKIE: cookie}
 

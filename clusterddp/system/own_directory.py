@@ -8,11 +8,12 @@ This text is sent to SSH hosts before the boot (places/ssh/agent/boot.py): any P
 """
 
 import os
+import shlex
 import stat
 
+SAFE_DIRECTORIES = "CLUSTERDDP_SAFE_DIRECTORIES"
+"""The variable of directories whose writers a user trusts, as git's safe.directory; it reaches all nodes of a run."""
 _MOST_LINKS = 40
-
-
 _INSTEAD = "--runs DIR (CLUSTERDDP_RUNS) names a directory of yours"
 
 
@@ -21,8 +22,8 @@ def find_fault(
 ) -> "tuple[str, str] | None":
     """Return why other users could replace what lies below a directory, and the remedy; None: they cannot.
 
-    What does not exist yet has no fault. `private`: the directory itself is this user's, and nobody else writes there.
-    `instead`: names another directory.
+    What does not exist yet has no fault, nor has what lies above or below one of `SAFE_DIRECTORIES`. `private`: the
+    directory itself is this user's, and nobody else writes there. `instead`: names another directory.
     Raises: OSError: a directory cannot be reached.
     """
     here, pending, links = "/", os.path.join(os.getcwd(), os.fspath(path)).split("/"), 0
@@ -40,7 +41,7 @@ def find_fault(
             parent = here
         last = not any(pending)
         judge = _fault_of_private if private and last else _fault_of
-        fault = judge(here, found, trusted, instead)
+        fault = None if _is_safe(here) else judge(here, found, trusted, instead)
         if last or fault is not None:
             return fault
         here = os.path.normpath(os.path.join(parent, pending.pop(0)))
@@ -66,14 +67,26 @@ def _fault_of(place: str, found: os.stat_result, trusted: "set[int]", instead: s
     """Judge one directory, or link, on the way."""
     owner = _name_of(found.st_uid)
     if found.st_uid not in trusted:
-        remedy = f"{instead}; NFS shows this owner, too, where it cannot name one" if owner == "nobody" else instead
+        remedy = f"{instead}; or, if you trust {owner}, {_type_safe(place)}"
+        remedy += "; NFS shows this owner, too, where it cannot name one" if owner == "nobody" else ""
         return f"{place} belongs to {owner}, who can replace the files of runs below it", remedy
     who = _other_writers(found)
     if who is None or stat.S_ISLNK(found.st_mode) or found.st_mode & stat.S_ISVTX:
         return None
     what = f"{place} (mode {stat.S_IMODE(found.st_mode):04o}): {who} can replace the files of runs below it"
     typed = "" if found.st_uid == os.geteuid() else f", typed by {owner}"
-    return what, f"chmod +t {place}{typed}: each user then replaces only files of their own; or {instead}"
+    remedy = f"chmod +t {place}{typed}: each user then replaces only files of their own; or {instead}"
+    return what, f"{remedy}; or, if you trust all who can write there, {_type_safe(place)}"
+
+
+def _is_safe(place: str) -> bool:
+    """Return whether the user has said that everybody is trusted who can write to a directory."""
+    safe = [os.path.normpath(each) for each in os.environ.get(SAFE_DIRECTORIES, "").split(os.pathsep) if each]
+    return any(os.path.commonpath([each, place]) in (each, place) for each in safe if os.path.isabs(each))
+
+
+def _type_safe(place: str) -> str:
+    return f"export {SAFE_DIRECTORIES}={shlex.quote(place)}"
 
 
 def _fault_of_private(place: str, found: os.stat_result, trusted: "set[int]", instead: str) -> "tuple[str, str] | None":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from clusterddp.errors import SlurmError, SlurmReason
+from clusterddp.system.own_directory import SAFE_DIRECTORIES
 
 COMMAND_TIMEOUT_S = 30.0
 _FOREIGN_PREFIXES = (
@@ -21,7 +22,9 @@ _FOREIGN_PREFIXES = (
 )
 _KEPT = frozenset({"SLURM_CONF", "SLURM_CONF_SERVER", "SLURM_JWT"})
 """They name the cluster and authenticate the user."""
-_FOR_SBATCH = frozenset({"PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "KRB5CCNAME"})
+_FOR_SBATCH = frozenset(
+    {"PATH", "LD_LIBRARY_PATH", "HOME", "USER", "LOGNAME", "SHELL", "TZ", "KRB5CCNAME", SAFE_DIRECTORIES}
+)
 """The other variables of sbatch: it hands all that it has to the job (`--export=ALL`)."""
 _TRANSIENT = (
     "unable to contact slurm controller",

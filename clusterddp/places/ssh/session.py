@@ -12,6 +12,7 @@ import hashlib
 import importlib.metadata
 import io
 import json
+import os
 import threading
 import time
 import zipfile
@@ -26,6 +27,7 @@ from clusterddp.places.ssh.agent.operations import HELLO, OPERATIONS
 from clusterddp.places.ssh.config import Destination
 from clusterddp.places.ssh.keys import HostKey
 from clusterddp.planning.ssh import SshNode, constant_command
+from clusterddp.system.own_directory import SAFE_DIRECTORIES
 from clusterddp.system.templates import list_templates
 from clusterddp.wire import build, read_object
 
@@ -252,7 +254,7 @@ class Session:
         with _packing:  # else every thread makes it
             sent = package()
         lines = (node.python, node.venv, node.conda, " ".join(node.modules))
-        order = {"package": sent.sha256, "root": node.root}
+        order = {"package": sent.sha256, "root": node.root, "safe": os.environ.get(SAFE_DIRECTORIES, "")}
         with contextlib.suppress(SshError):  # when the shell has exited, the reason is on its stderr
             self._send(
                 b"".join(f"{line or ''}\n".encode() for line in lines)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.system.own_directory import find_fault
+from clusterddp.system.own_directory import SAFE_DIRECTORIES, find_fault
 
 MALLORY, GROUP = 2002, 2003
 
@@ -58,6 +58,22 @@ def test_a_directory_of_another_user_is_refused_wherever_it_is_on_the_way(runs: 
     fault = find_fault(runs)
     assert fault is not None
     assert fault[0].startswith(f"{runs.parent} belongs to uid {MALLORY}, who ")
+
+
+@pytest.mark.parametrize(
+    ("safe", "is_refused"),
+    [("{parent}", False), ("{runs}", False), ("/nowhere:{runs}/a", False), ("/nowhere", True), ("project", True)],
+)
+@pytest.mark.parametrize("owner", [0, MALLORY])
+def test_directories_whose_writers_the_user_trusts_pass(
+    runs: Path, monkeypatch: pytest.MonkeyPatch, safe: str, is_refused: bool, owner: int
+) -> None:
+    set_mode(runs.parent, 0o2770, group=GROUP, owner=owner)
+    fault = find_fault(runs)
+    assert fault is not None
+    assert fault[1].endswith(f"export {SAFE_DIRECTORIES}={runs.parent}")
+    monkeypatch.setenv(SAFE_DIRECTORIES, safe.format(parent=runs.parent, runs=runs))
+    assert (find_fault(runs) is not None) == is_refused
 
 
 def test_what_the_remedy_types_is_enough(runs: Path) -> None:

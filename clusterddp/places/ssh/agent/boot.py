@@ -2,9 +2,10 @@
 
 The host's own Python runs this text, which comes over the connection behind that of system/own_directory.py; it may be
 an old one and has no clusterddp yet.
-Standard input brings one line of JSON, `{"package": sha256, "root": str, "patience_s": int, "login": object}`, the last
-two of which are optional (with `login`, login.py runs a command in place of the agent); and, after an answer with
-`"have": false`, one line `{"size": n}` and n bytes, the package as a zip file.
+Standard input brings one line of JSON, `{"package": sha256, "root": str, "safe": str, "patience_s": int,
+"login": object}` (`safe`: see own_directory.py; with `login`, login.py runs a command in place of the agent; it and
+`patience_s` are optional); and, after an answer with `"have": false`, one line `{"size": n}` and n bytes, the package
+as a zip file.
 """
 
 import hashlib
@@ -23,6 +24,7 @@ def main():
     stdin = sys.stdin.buffer
     order = json.loads(stdin.readline())
     try:
+        os.environ[SAFE_DIRECTORIES] = order.get("safe", "")
         root = open_root(order["root"])
         package = os.path.join(root, "packages", order["package"])
         have = os.path.isdir(package)
