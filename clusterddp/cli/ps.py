@@ -86,7 +86,7 @@ class Selection:
                 f"{run.name} runs on Slurm, which answers for its processes",
                 hint=f"clusterddp cancel {run.name}; --hosts NODE,.. looks at nodes that SSH reaches",
             )
-        return ThisMachine(self.runs_dir)
+        return ThisMachine(run.path.parent)
 
 
 def _machine_options(function: _F) -> _F:
@@ -122,8 +122,8 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, supervisors.
 
     A process is orphaned when the supervisor of its run is gone from the host, with the guard and the task beside it;
-    `gc` kills those. Processes are found by the cookie of their run, CLUSTERDDP_COOKIE in their environment: one that
-    has overwritten its environment is not found. Exit code 3 when a host cannot be asked.
+    `gc` kills those. Processes are found by the cookie of their run, CLUSTERDDP_COOKIE in their environment; children
+    of ranks that have lost it, by a number in a resource limit. Exit code 3 when a host cannot be asked.
     """
     with selection.open(terminal.environ) as machines:
         found = machines.look(selection.tokens)
@@ -169,7 +169,7 @@ def gc(
 ) -> int:
     """Kill orphaned processes of your runs on this machine, on --hosts, or on the hosts of RUN, after asking.
 
-    Kills only processes with the cookie of a run that has no live supervisor, guard or task: never a live run,
+    Kills only processes that `ps` shows of a run that has no live supervisor, guard or task: never a live run,
     never a process of another user. With --older-than 30d (h, d, w) it also removes directories under ~/.clusterddp of
     those machines: runs that ended, with their checkpoints there; snapshots and packages that no run needs.
 
@@ -330,7 +330,7 @@ def _say_kept(cleanup: Cleanup) -> None:
 
 
 def _say_unmarked(left_over: Mapping[str, list[RunHere]]) -> None:
-    """Print which processes gc does not end, since no cookie shows that they belong to a run."""
+    """Print which processes gc does not end, since nothing but their parent shows that they belong to a run."""
     for host, runs in left_over.items():
         for run in runs:
             if run.unmarked:

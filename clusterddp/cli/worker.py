@@ -97,6 +97,8 @@ def _be_rank(
         start_timeout_s,
     )
     from clusterddp.places.worker.worker import Decided, RankWorker
+    from clusterddp.ranks.environment import COOKIE
+    from clusterddp.run.cleanup import marking
 
     job, environ = resolved.job, terminal.environ
     refuse_job(job, environ)
@@ -119,7 +121,8 @@ def _be_rank(
     if seat.number == 0:
         _print_met(here, decided, run.path)
     argv, environment = here.become_rank(decided, run, met.port)
-    os.execve(argv[0], argv, environment)  # the same process becomes the rank
+    with marking(environment[COOKIE]):
+        os.execve(argv[0], argv, environment)  # the same process becomes the rank
 
 
 def _be_node(

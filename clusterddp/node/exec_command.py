@@ -2,7 +2,7 @@
 
 It runs on the machine of the rank, in the rank's working directory and with the rank's environment, which it reads
 from the rank's own process, so that no secret is in an argument. `exec_environment` says what the command has otherwise
-than its rank. It carries the cookie `x2`: the supervisor of node 2 kills it when the attempt ends.
+than its rank. It carries the cookie `x2` and its mark: the supervisor of node 2 kills it when the attempt ends.
 
 The exit code is the command's; 126 and 127 as a shell has them, 125: there is no such rank.
 """
@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE, cookie, exec_environment
+from clusterddp.run.cleanup import marking
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RankRecord, read_gang, read_rank, read_run
 from clusterddp.system.processes import read_environment, read_owner
@@ -38,7 +39,8 @@ def main(arguments: list[str]) -> NoReturn:
     place = {"RANK": rank, "LOCAL_RANK": record.local_rank, "NODE_RANK": record.node_rank}
     environment = exec_environment(environ, place, read_run(run).token) | own | {"PWD": str(Path.cwd())}
     try:
-        os.execvpe(command[0], command, environment)
+        with marking(environment[COOKIE]):
+            os.execvpe(command[0], command, environment)
     except OSError as error:
         code = _NOT_FOUND if isinstance(error, FileNotFoundError) else _NOT_EXECUTABLE
         _leave(code, f"{command[0]}: {error.strerror}")

@@ -16,7 +16,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from clusterddp.ranks.environment import LISTENER_FD
+from clusterddp.ranks.environment import COOKIE, LISTENER_FD
+from clusterddp.run.cleanup import marking
 from clusterddp.system.python import module_command
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
@@ -33,7 +34,7 @@ def start_rank(
     Its output is appended to files: a pipe could fill, or break with its reader. It starts in the run directory, and
     changes to its working directory itself.
     """
-    with _append_to(stdout) as out, _append_to(stderr) as err:
+    with _append_to(stdout) as out, _append_to(stderr) as err, marking(environment[COOKIE]):
         process = subprocess.Popen(
             module_command("clusterddp.node.rank", str(run_dir)),
             stdin=subprocess.DEVNULL,
@@ -54,16 +55,17 @@ def start_fork_server(
     ours, its = socket.socketpair()
     with its:
         try:
-            process = subprocess.Popen(
-                module_command("clusterddp.node.rank", "--fork", str(run_dir)),
-                stdin=its.fileno(),
-                stdout=log,
-                stderr=log,
-                cwd=run_dir,
-                env=environment,
-                start_new_session=True,
-                pass_fds=() if listener is None else (listener,),
-            )
+            with marking(environment[COOKIE]):
+                process = subprocess.Popen(
+                    module_command("clusterddp.node.rank", "--fork", str(run_dir)),
+                    stdin=its.fileno(),
+                    stdout=log,
+                    stderr=log,
+                    cwd=run_dir,
+                    env=environment,
+                    start_new_session=True,
+                    pass_fds=() if listener is None else (listener,),
+                )
         except OSError:
             ours.close()
             raise

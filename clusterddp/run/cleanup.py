@@ -1,22 +1,34 @@
-"""Find and end the processes of a run by the cookie in their environment.
+"""Find and end the processes of a run by the cookie in their environment, or by their mark where they have none.
 
 A cookie is `<token>.<role>`. The roles: `task` (the process that carries the run), `s2` (node 2's supervisor), `g2`
 (its guard), `n2` (node 2's ranks and their descendants), `x2` (commands beside them, node/exec_command.py), `w2` (ranks
 that another launcher started). A process keeps the environment that it was started with through a double fork, a new
 session or the death of its parent, and a pid that the kernel reuses does not match.
+
+A process that was started with another environment, or has overwritten its own, has no cookie. So ranks, and commands
+beside them, also have a mark: a number in the soft limit RLIMIT_LOCKS, which the kernel passes on to each child and
+which has had no other effect since Linux 2.4.25. It stands for `#<hash of the token>.n2`, since every user may read it.
+A cookie, also another run's, takes precedence over the mark.
 """
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import os
+import resource
 import signal
+import sys
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.system.processes import Process, find_carriers, find_descendants, read_environment
 
+_RLIMIT_LOCKS = 10
+"""Python has no name for it. Source: include/uapi/asm-generic/resource.h of Linux; no kind of machine has another."""
+_MARKED, _HASH_BITS, _NODE_BITS = 1 << 62, 48, 14
 _EMPTY_PASSES = 2
 """A pass over the process table can miss a process during its fork or exec, so one empty pass proves nothing."""
 
@@ -26,18 +38,65 @@ def find_processes(*cookie_prefixes: str, uid: int | None = None) -> list[Proces
 
     `<token>.` matches every process of the run, `<token>.n2` only that role (node 2, not node 20).
     """
-    families = tuple(prefix for prefix in cookie_prefixes if prefix.endswith("."))
+    prefixes = {hashed(prefix) for prefix in cookie_prefixes}
+    families = tuple(prefix for prefix in prefixes if prefix.endswith("."))
 
     def wanted(cookie: str) -> bool:
-        return cookie in cookie_prefixes or cookie.startswith(families)
+        return (known := hashed(cookie)) in prefixes or known.startswith(families)
 
     owner = os.getuid() if uid is None else uid
-    return [process for process in find_carriers(COOKIE, wanted, uid=owner) if process.pid != os.getpid()]
+    found = find_carriers(COOKIE, wanted, uid=owner, otherwise=read_mark)
+    return [process for process in found if process.pid != os.getpid()]
 
 
 def read_cookie(process: Process) -> str:
-    """Read a process's cookie; empty if it has none or has ended."""
-    return read_environment(process.pid).get(COOKIE, "")
+    """Read a process's cookie, else what its mark says (`hashed`); empty if it has neither or has ended."""
+    cookie = read_environment(process.pid).get(COOKIE)
+    return read_mark(process.pid) or "" if cookie is None else cookie
+
+
+def hash_token(token: str) -> str:
+    """Return what stands for a token in a mark; a hash stays as it is."""
+    bits = hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()[: _HASH_BITS // 4]
+    return token if token.startswith("#") else f"#{bits}"
+
+
+def hashed(cookie: str) -> str:
+    """Return a cookie, or the beginning of one, with the hash of its token."""
+    token, dot, role = cookie.rpartition(".")
+    return hash_token(token) + dot + role
+
+
+@contextlib.contextmanager
+def marking(cookie: str | None) -> Iterator[None]:
+    """Mark the children that are started meanwhile; None: they lose the mark that this process has inherited."""
+    if sys.platform != "linux":
+        yield
+        return
+    soft, hard = resource.getrlimit(_RLIMIT_LOCKS)
+    mark = hard
+    if cookie is not None:
+        token, _, role = hashed(cookie).rpartition(".")
+        mark = _MARKED | int(token[1:], 16) << _NODE_BITS | int(role[1:]) % (1 << _NODE_BITS)
+    with contextlib.suppress(OSError, ValueError):  # the system has set a lower limit
+        resource.setrlimit(_RLIMIT_LOCKS, (mark, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(_RLIMIT_LOCKS, (soft, hard))
+
+
+def read_mark(pid: int) -> str | None:
+    """Read the mark of a process as a cookie, `#1f0c25e0aa31.n2`; None: it has no mark."""
+    if sys.platform != "linux":
+        return None
+    try:
+        mark = resource.prlimit(pid, _RLIMIT_LOCKS)[0]
+    except OSError:
+        return None
+    if not _MARKED <= mark < 2 * _MARKED:
+        return None
+    return f"#{(mark ^ _MARKED) >> _NODE_BITS:0{_HASH_BITS // 4}x}.n{mark % (1 << _NODE_BITS)}"
 
 
 def is_supervising(process: Process) -> bool:
@@ -60,7 +119,7 @@ class Cleanup:
     descendants_but: frozenset[int] | None = None
     """End the caller's descendants, too, except these pids and their own.
 
-    This finds processes that have overwritten their environment.
+    This finds processes without a cookie where the system takes no marks.
     """
     answered_by: Callable[[Collection[Process]], str | None] | None = None
     """Names the processes that will end those that were found, for people; None: they are left over.

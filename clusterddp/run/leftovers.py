@@ -1,7 +1,6 @@
 """The live processes of runs on this machine: which are supervised, and the end of those that are not.
 
-It finds this user's processes by the cookie in the environment that they were started with. It cannot find a process
-that has overwritten its environment (some do when they set their title) or that was started without the cookie.
+It finds this user's processes by the cookie in the environment that they were started with, or by their mark.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE
-from clusterddp.run.cleanup import Cleanup, is_supervising
+from clusterddp.run.cleanup import Cleanup, hash_token, is_supervising, read_cookie, read_mark
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.system.files import read_json
@@ -49,6 +48,7 @@ class RunHere:
     """The live processes of one run on this machine."""
 
     token: str
+    """Its hash (cleanup.py) where neither a cookie nor a record here has it."""
     run: str | None
     """Its name; None if neither its processes nor a record here has it."""
     processes: tuple[RunProcess, ...]
@@ -57,7 +57,7 @@ class RunHere:
     answered_by: str | None
     """The processes that will end these, for people; None: they are left over."""
     unmarked: tuple[int, ...] = ()
-    """If they are left over: pids of their descendants without a cookie."""
+    """If they are left over: pids of their descendants without a cookie or a mark."""
 
     @property
     def label(self) -> str:
@@ -88,9 +88,12 @@ def find_runs(records: Iterable[Path] = (), *, only: Collection[str] | None = No
     """
     ours = _own_ancestors()
     found = [_describe(token, family, ours) for token, family in _find_families(only).items()]
-    names = _read_names(records, {run.token for run in found if run.run is None})
-    named = [dataclasses.replace(run, run=run.run or names.get(run.token)) for run in found]
-    return sorted(named, key=lambda run: -run.age_s)
+    named = _read_names(records, {hash_token(run.token) for run in found if run.run is None})
+    runs = []
+    for run in found:
+        token, name = named.get(hash_token(run.token), (run.token, run.run))
+        runs.append(dataclasses.replace(run, token=token, run=name))
+    return sorted(runs, key=lambda run: -run.age_s)
 
 
 def end_left_over(token: str, *, timeout_s: float = END_TIMEOUT_S) -> Ended:
@@ -98,7 +101,7 @@ def end_left_over(token: str, *, timeout_s: float = END_TIMEOUT_S) -> Ended:
     ours = _own_ancestors()
 
     def answered_by(found: Collection[Process]) -> str | None:
-        return _answered_by([_Carrier(process, read_environment(process.pid)) for process in found], ours)
+        return _answered_by([_carrier(process) for process in found], ours)
 
     cleanup = Cleanup(cookies=(f"{token}.",), answered_by=answered_by)
     cleanup.run(timeout_s)
@@ -113,28 +116,35 @@ class _Carrier:
 
     process: Process
     environment: dict[str, str]
+    cookie: str
 
     @property
     def token(self) -> str:
-        return self.environment.get(COOKIE, "").rpartition(".")[0]
+        return self.cookie.rpartition(".")[0]
 
     @property
     def role(self) -> str:
-        return self.environment.get(COOKIE, "").rpartition(".")[2]
+        return self.cookie.rpartition(".")[2]
+
+
+def _carrier(process: Process) -> _Carrier:
+    return _Carrier(process, read_environment(process.pid), read_cookie(process))
 
 
 def _find_families(only: Collection[str] | None) -> dict[str, list[_Carrier]]:
-    """Find this user's live processes that carry a cookie, by token."""
+    """Find this user's live processes that carry a cookie or a mark, by token."""
+    tokens = {hash_token(token): token for token in only or ()}
 
     def wanted(cookie: str) -> bool:
         token, _, role = cookie.rpartition(".")
-        return bool(token and role) and (only is None or token in only)
+        return bool(token and role) and (only is None or hash_token(token) in tokens)
 
+    found = map(_carrier, find_carriers(COOKIE, wanted, uid=os.getuid(), otherwise=read_mark))
+    carriers = [carrier for carrier in found if wanted(carrier.cookie)]  # others have ended meanwhile
+    tokens |= {hash_token(each.token): each.token for each in carriers if not each.token.startswith("#")}
     families: dict[str, list[_Carrier]] = {}
-    for process in find_carriers(COOKIE, wanted, uid=os.getuid()):
-        carrier = _Carrier(process, read_environment(process.pid))
-        if wanted(f"{carrier.token}.{carrier.role}"):  # it may have ended meanwhile
-            families.setdefault(carrier.token, []).append(carrier)
+    for carrier in carriers:
+        families.setdefault(tokens.get(hash_token(carrier.token), carrier.token), []).append(carrier)
     return families
 
 
@@ -206,14 +216,15 @@ def _gpus(family: list[_Carrier]) -> tuple[str, ...]:
 
 
 def _unmarked(family: list[_Carrier]) -> tuple[int, ...]:
-    """Find the descendants of a run's processes that carry no cookie, neither this run's nor another's."""
+    """Find the descendants of a run's processes that carry no cookie or mark, neither this run's nor another's."""
     known = {carrier.process.pid for carrier in family}
-    return tuple(sorted(pid for pid in find_descendants(known) if pid not in known and _is_ours_unmarked(pid)))
+    others = [process for pid, process in find_descendants(known).items() if pid not in known]
+    return tuple(sorted(process.pid for process in others if _is_ours_unmarked(process)))
 
 
-def _is_ours_unmarked(pid: int) -> bool:
+def _is_ours_unmarked(process: Process) -> bool:
     try:
-        return read_owner(pid) == os.getuid() and COOKIE not in read_environment(pid)
+        return read_owner(process.pid) == os.getuid() and not read_cookie(process)
     except (OSError, ValueError):
         return False
 
@@ -228,23 +239,24 @@ def _name(token: str, family: list[_Carrier]) -> str | None:
             launcher_dir = Path(f"/proc/{carrier.process.pid}/cwd").readlink()
         except OSError:
             continue
-        if name := _read_name(launcher_dir.parent, {token}).get(token):
+        for _, name in _read_name(launcher_dir.parent, {hash_token(token)}).values():
             return name
     return None
 
 
-def _read_names(records: Iterable[Path], tokens: set[str]) -> dict[str, str]:
-    names: dict[str, str] = {}
-    for directory in records if tokens else ():
+def _read_names(records: Iterable[Path], hashes: set[str]) -> dict[str, tuple[str, str]]:
+    names: dict[str, tuple[str, str]] = {}
+    for directory in records if hashes else ():
         for run in list_runs(directory):
-            names |= _read_name(run.path, tokens)
+            names |= _read_name(run.path, hashes)
     return names
 
 
-def _read_name(folder: Path, tokens: set[str]) -> dict[str, str]:
-    """Read the token and name of the run in a directory, if its token is among these."""
+def _read_name(folder: Path, hashes: set[str]) -> dict[str, tuple[str, str]]:
+    """Read the token and the name of the run in a directory, by the hash of its token, if that is among these."""
     try:
-        record = read_json(RunDir(folder).record)
-        return {record["token"]: str(record["run"])} if record and record["token"] in tokens else {}
+        record = read_json(RunDir(folder).record) or {}
+        token, name = str(record["token"]), str(record["run"])
     except (ClusterddpError, OSError, KeyError, TypeError):
         return {}
+    return {hash_token(token): (token, name)} if hash_token(token) in hashes else {}

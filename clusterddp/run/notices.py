@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from clusterddp.run.cleanup import marking
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.state import RunState, RunView, spell_states
@@ -118,15 +119,16 @@ def claim(run: RunDir, what: str) -> bool:
 
 def start_helper(order: HelperOrder, environ: Mapping[str, str]) -> subprocess.Popen[bytes]:
     """Start a process for an order, which nothing waits for; it ends by itself within seconds."""
-    process = subprocess.Popen(
-        module_command("clusterddp.node.helpers"),
-        stdin=subprocess.PIPE,
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.DEVNULL,
-        cwd="/",
-        env=dict(environ),
-        start_new_session=True,
-    )
+    with marking(None):
+        process = subprocess.Popen(
+            module_command("clusterddp.node.helpers"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env=dict(environ),
+            start_new_session=True,
+        )
     assert process.stdin is not None
     with contextlib.suppress(BrokenPipeError), process.stdin:
         process.stdin.write(json.dumps(dataclasses.asdict(order)).encode())

@@ -32,6 +32,7 @@ from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.planning.processes import process_environment, queue_command
 from clusterddp.ranks.environment import COOKIE, inherited_environment
 from clusterddp.run.attempts import cancelled, claim, end_queued, end_run, final_end, read_end
+from clusterddp.run.cleanup import marking
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.state import RunState, RunView, spell_states
@@ -197,23 +198,24 @@ def _start_queue(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]
     """
     record = read_sweep(sweep)
     environment = process_environment("", environ)
-    # Without a cookie: the cleanup after a run must not kill the queue.
+    # Without a cookie and a mark: the cleanup after a run must not kill the queue.
     environment.pop(COOKIE)
     with _locked(sweep) as lock, open(sweep.queue_log, "ab", opener=_private) as log:
         sweep.cancel_file.unlink(missing_ok=True)
         starting = QueueRecord(process=ProcessIdentity.of(), is_starting=True)
         write_queue(sweep, starting)
-        process = subprocess.Popen(
-            queue_command(sweep.path),
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=log,
-            cwd=sweep.launcher_dir,
-            env=environment,
-            start_new_session=True,
-            umask=0o077,
-            pass_fds=(lock,),
-        )
+        with marking(None):
+            process = subprocess.Popen(
+                queue_command(sweep.path),
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=sweep.launcher_dir,
+                env=environment,
+                start_new_session=True,
+                umask=0o077,
+                pass_fds=(lock,),
+            )
         try:
             _await_queue(sweep, process)
         except BaseException:

@@ -119,19 +119,28 @@ def read_age_s() -> float:
     return (time.clock_gettime(time.CLOCK_BOOTTIME) if _LINUX else time.time()) - started
 
 
-def find_carriers(variable: str, wanted: Callable[[str], bool], *, uid: int) -> list[Process]:
+def find_carriers(
+    variable: str, wanted: Callable[[str], bool], *, uid: int, otherwise: Callable[[int], str | None] = lambda pid: None
+) -> list[Process]:
     """Find the live processes of a user that were started with a variable whose value is `wanted`.
 
-    It is one pass over the process table, which can miss a process during its fork or exec.
+    It is one pass over the process table, which can miss a process during its fork or exec. `otherwise` reads the value
+    of a process without the variable in another way.
     """
+
+    def carries(pid: int) -> bool:
+        value = _read_variable(pid, variable)
+        value = otherwise(pid) if value is None else value
+        return value is not None and wanted(value)
+
     found = []
     for pid in list_pids():
-        if not _may_be_owned_by(uid, pid) or not _carries(pid, variable, wanted):
+        if not _may_be_owned_by(uid, pid) or not carries(pid):
             continue
         try:
             process = read_process(pid)
             # The process may have ended since, and its pid may belong to another one: check again.
-            if not process.zombie and read_owner(pid) == uid and _carries(pid, variable, wanted):
+            if not process.zombie and read_owner(pid) == uid and carries(pid):
                 found.append(process)
         except (OSError, ValueError):
             continue
@@ -203,13 +212,12 @@ def _may_be_owned_by(uid: int, pid: int) -> bool:
         return False
 
 
-def _carries(pid: int, variable: str, wanted: Callable[[str], bool]) -> bool:
+def _read_variable(pid: int, variable: str) -> str | None:
     if not _LINUX:
-        value = _environment_by_psutil(pid).get(variable)
-        return value is not None and wanted(value)
+        return _environment_by_psutil(pid).get(variable)
     text = b"\0" + _read_or_nothing(f"/proc/{pid}/environ")
     _, found, rest = text.partition(b"\0" + os.fsencode(variable) + b"=")
-    return bool(found) and wanted(os.fsdecode(rest.partition(b"\0")[0]))
+    return os.fsdecode(rest.partition(b"\0")[0]) if found else None
 
 
 def _read_all() -> Iterable[Process]:

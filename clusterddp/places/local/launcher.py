@@ -21,7 +21,7 @@ from clusterddp.planning.placement import GpusInUseError, assign_gpus, place_her
 from clusterddp.planning.plan import move_plan, plan_json, read_plan
 from clusterddp.planning.processes import launcher_command, process_environment
 from clusterddp.ranks.environment import cookie
-from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising
+from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising, marking
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.state import START_GRACE_S, Answer, Records
@@ -129,7 +129,7 @@ def _start_task(run: RunDir, attempt: int, environment: dict[str, str]) -> bytes
     """
     ours, theirs = socket.socketpair()
     with ours:
-        with theirs, open(run.launcher_dir / "submit.log", "ab", opener=_private) as output:
+        with theirs, open(run.launcher_dir / "submit.log", "ab", opener=_private) as output, marking(None):
             process = subprocess.Popen(
                 launcher_command(run.path, attempt),
                 stdin=theirs.fileno(),

@@ -10,6 +10,7 @@ import pytest
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_rank
+from tests.support.lost_children import KINDS, LostChildren
 from tests.support.person import Person
 from tests.support.typist import typing_into
 from tests.support.waiting import wait_until
@@ -81,6 +82,19 @@ def test_a_command_ends_with_the_run_and_hinders_no_end_of_it(place: Place, run:
     assert stubborn.wait(60) == -9
     assert place.commands(1) == []
     assert place.status(run)["state"] == "CANCELLED"
+
+
+def test_what_a_command_starts_without_its_environment_ends_with_the_run(place: Place, run: RunDir) -> None:
+    children = LostChildren()
+    try:
+        quiet = 'exec python3 -c "$0" > /dev/null 2>&1'  # who reads the command's output waits for the children, too
+        asked = ("exec", run.name, "--rank", "2", "--", "sh", "-c", quiet, children.program)
+        assert place.clusterddp(*asked).returncode == 0
+        assert len(children.alive()) == KINDS
+        place.clusterddp("cancel", run.name)
+        wait_until(lambda: not children.alive(), 5.0)
+    finally:
+        children.end()
 
 
 def test_without_a_command_there_is_a_shell_and_ctrl_c_goes_to_its_program(place: Place, run: RunDir) -> None:

@@ -17,7 +17,7 @@ import pytest
 from clusterddp.errors import UsageError
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import read_end
-from clusterddp.run.cleanup import end_processes
+from clusterddp.run.cleanup import end_processes, read_cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_ranks, read_run
 from clusterddp.run.state import RunState, RunView
@@ -34,6 +34,7 @@ from tests.support.launch_runs import (
     read_plan,
     wait_for_ranks,
 )
+from tests.support.lost_children import KINDS, LostChildren
 from tests.support.waiting import PATIENCE, wait_until
 
 GONE_S = 5.0
@@ -162,6 +163,21 @@ def test_a_kill_of_supervisor_and_guard_at_once_is_reported_by_the_task(start: S
     assert view.end.root_cause.rank == 0
     assert "supervisor of node 0" in view.reason
     assert "its ranks 0-1 ended with it" in view.reason
+
+
+@pytest.mark.parametrize("roles", [("s0",), ("s0", "g0"), ("task",), ("s0", "s1", "g0", "g1")], ids="-".join)
+def test_no_kill_leaves_a_child_that_lost_its_environment(start: Submitter, roles: tuple[str, ...]) -> None:
+    children = LostChildren()
+    run = start(SLEEP.replace("time.sleep", f"{children.program}\ntime.sleep"))
+    try:
+        wait_until(lambda: len(children.alive()) == 4 * KINDS)
+        victims = [process for role in roles for process in processes_of(run)[role] if read_cookie(process)[:1] != "#"]
+        for number in (signal.SIGSTOP, signal.SIGKILL):
+            for victim in victims:
+                victim.send_signal(number)
+        wait_until(lambda: not children.alive() and not processes_of(run), 5.0)
+    finally:
+        children.end()
 
 
 def test_a_kill_of_every_process_at_once_is_a_lost_run_that_cancel_and_resume_can_deal_with(start: Submitter) -> None:

@@ -226,7 +226,7 @@ def test_a_process_of_another_user_is_not_shown_as_ours(start, token):
     assert look(token) is None
 
 
-def test_a_process_that_has_overwritten_its_environment_is_out_of_reach(run, start, token, tmp_path):
+def test_a_process_that_has_overwritten_its_environment_and_has_no_mark_is_out_of_reach(run, start, token, tmp_path):
     process = start("n0", [sys.executable, "-c", OVERWRITES_ITS_ENVIRONMENT, str(tmp_path / "go")])
     (tmp_path / "go").touch()
     wait_until(lambda: not find_processes(f"{token}."), what="it has overwritten its environment")

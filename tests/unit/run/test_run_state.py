@@ -16,7 +16,7 @@ import pytest
 from clusterddp.node.head import may_look_for_file
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, write_end
-from clusterddp.run.cleanup import end_processes, find_processes
+from clusterddp.run.cleanup import end_processes, find_processes, marking
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry
@@ -282,6 +282,84 @@ def test_a_sweep_finds_what_was_started_by_a_process_that_has_ended(token: str) 
     assert len(find_processes(f"{token}.")) == 1
     assert end_processes(f"{token}.", timeout_s=5) == []
     assert find_processes(f"{token}.") == []
+
+
+def start_marked(mark: str, **environment: str) -> subprocess.Popen[bytes]:
+    """Start a process with a mark and without a cookie; return when its environment is there."""
+    with marking(mark):
+        process = subprocess.Popen(SLEEPER, env={"STARTED": "1", **environment})
+    environ = Path(f"/proc/{process.pid}/environ")
+    while b"STARTED" not in environ.read_bytes():
+        time.sleep(0.01)
+    return process
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has the limit")
+def test_a_process_without_a_cookie_is_found_by_the_mark_of_its_node_and_run(token: str) -> None:
+    node_2, node_20, stranger = (start_marked(mark) for mark in (f"{token}.n2", f"{token}.x20", f"f{token[1:]}x.n2"))
+    try:
+        assert [found.pid for found in find_processes(f"{token}.")] == [node_2.pid, node_20.pid]
+        assert end_processes(f"{token}.n2", timeout_s=5) == []
+        assert node_2.wait(5) == -9
+        assert (node_20.poll(), stranger.poll()) == (None, None)
+        assert end_processes(f"{token}.", timeout_s=5) == []
+        assert (node_20.wait(5), stranger.poll()) == (-9, None)
+    finally:
+        for process in (node_2, node_20, stranger):
+            process.kill()
+            process.wait()
+
+
+def test_the_cookie_of_another_run_takes_precedence_over_the_mark_of_this_one(token: str) -> None:
+    process = start_marked(f"{token}.n0", CLUSTERDDP_COOKIE=f"{os.urandom(16).hex()}.s0")
+    try:
+        assert end_processes(f"{token}.", timeout_s=5) == []
+        assert process.poll() is None
+    finally:
+        process.kill()
+        process.wait()
+
+
+@pytest.mark.root
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_a_process_of_another_user_with_the_same_mark_is_not_found(token: str) -> None:
+    with marking(f"{token}.n0"):
+        process = subprocess.Popen(["sleep", "60"], env={}, user=65_534)
+    try:
+        assert find_processes(f"{token}.") == []
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_mark_is_a_soft_limit_which_a_program_may_lift_and_a_start_may_drop(token: str) -> None:
+    program = f"""
+import subprocess
+from clusterddp.run.cleanup import marking
+show = ["bash", "-c", "grep locks /proc/self/limits; ulimit -x unlimited; grep locks /proc/self/limits"]
+with marking({token!r} + ".n0"):
+    subprocess.run(show, check=True)
+    with marking(None):
+        subprocess.run(show, check=True)
+subprocess.run(show, check=True)
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, stdout=-1, text=True)
+    soft = [line.split()[3] for line in done.stdout.splitlines()]
+    assert (soft[0].isdigit(), soft[1:]) == (True, ["unlimited"] * 5)
+
+
+def test_where_the_system_limits_the_number_itself_a_process_starts_without_a_mark(token: str) -> None:
+    program = f"""
+import resource, subprocess
+from clusterddp.run.cleanup import marking, read_mark
+resource.setrlimit(10, (100, 1000))
+with marking({token!r} + ".n0"):
+    process = subprocess.Popen(["sleep", "60"])
+print(read_mark(process.pid), resource.getrlimit(10))
+process.kill()
+"""
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == "None (100, 1000)\n"
 
 
 def test_the_stop_file_is_looked_for_by_time_not_as_often_as_it_is_asked_for(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from clusterddp.places.ssh.agent.operations import Body, Host, Reply
 from clusterddp.places.ssh.agent.store import check_out
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import read_spooled
-from clusterddp.run.cleanup import end_run_here, find_processes, read_cookie
+from clusterddp.run.cleanup import end_run_here, find_processes, hashed, read_cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, end_left_over
 from clusterddp.run.record import boot_id
@@ -136,11 +136,12 @@ def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """
     asked = {each["name"]: each for each in request["runs"]}
     # Processes are listed first: the last one that exits has written its files before.
-    cookies = {read_cookie(process) for process in find_processes(*(f"{each['token']}." for each in asked.values()))}
+    found_here = find_processes(*(f"{each['token']}." for each in asked.values()))
+    cookies = {hashed(read_cookie(process)) for process in found_here}
     answers, left = {}, _MAX_LISTED_BYTES
     for name, each in asked.items():
         run, token, begin = RunDir(host.run_dir(name)), each["token"], each["begin"]
-        roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(f"{token}.")}
+        roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(hashed(f"{token}."))}
         files = host.listed.get(name, {}) if begin else dict(_files_of(run.path))
         is_new = begin > 0 or host.listed.get(name) != files
         part: dict[str, list[int]] = {}
