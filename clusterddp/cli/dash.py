@@ -44,13 +44,10 @@ _LOG_BYTES = 256 * 1024
 """How much of a log one answer has; a longer log is read from so far before its end."""
 _LIST_FOR_S = 2.0
 """So long the list of runs is taken as it was read: several pages may be open."""
-_LIST_WITHIN_S = 5.0
-"""How long a page waits for the list while another one reads it."""
 _MAX_RECEIVING = 32
 """How many connections may send their requests at a time."""
-_REQUEST_WITHIN_S = 5.0
-_MAX_REQUEST_BYTES = 16 * 1024
-"""How long and how large a request may be: everybody on this machine can connect."""
+_WITHIN_S, _MAX_REQUEST_BYTES = 5.0, 16 * 1024
+"""How long a request may take to come, or a page waits for the list that another one reads; how large a request is."""
 
 
 @command("dash")
@@ -124,8 +121,8 @@ class _Runs:
 
         Raises: TimeoutError: another page still reads them.
         """
-        if not self._lock.acquire(timeout=_LIST_WITHIN_S):
-            raise TimeoutError(f"{self._reading}: reading it takes longer than {_LIST_WITHIN_S:g} s")
+        if not self._lock.acquire(timeout=_WITHIN_S):
+            raise TimeoutError(f"{self._reading}: reading it takes longer than {_WITHIN_S:g} s")
         try:
             if time.monotonic() - self._read_at >= _LIST_FOR_S:
                 self._reading = self._runs_dir
@@ -169,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     server: DashServer
     server_version, sys_version = "clusterddp", ""
-    timeout = _REQUEST_WITHIN_S
+    timeout = _WITHIN_S
 
     def handle(self) -> None:
         """Receive the request before anything of it is interpreted; the browser may go away at any time."""
@@ -186,7 +183,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _receive(self) -> bytes:
         """Receive the head of a request; empty: it did not come in time."""
-        head, deadline = b"", time.monotonic() + _REQUEST_WITHIN_S
+        head, deadline = b"", time.monotonic() + _WITHIN_S
         with contextlib.suppress(OSError):
             while b"\r\n\r\n" not in head and len(head) <= _MAX_REQUEST_BYTES:
                 self.connection.settimeout(max(0.001, deadline - time.monotonic()))
@@ -224,8 +221,6 @@ class _Handler(BaseHTTPRequestHandler):
                 self._send(page, "text/html; charset=utf-8")
             else:
                 self._refuse(HTTPStatus.NOT_FOUND, f"no such page: {path}")
-        except ConnectionError:
-            raise
         except TimeoutError as error:
             self._refuse(HTTPStatus.SERVICE_UNAVAILABLE, f"{error}; does its storage answer?")
         except Exception as error:  # of one run; the server goes on for all others

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 from clusterddp.cli.login import AT_LOGIN
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
-from clusterddp.places.ssh.session import MAX_PREFACE_BYTES, NO_PACKAGE, package, ssh_argv
+from clusterddp.places.ssh.session import MARK, MAX_PREFACE_BYTES, NO_PACKAGE, package, ssh_argv
 from clusterddp.planning.program import absent_notes, plan_program
 from clusterddp.planning.ssh import SshNode, constant_command
 from clusterddp.run.code import SnapshotPlan, describe_commit
@@ -54,7 +54,6 @@ _LET_IT_ASK = (
     "type `ssh {host}`, which shows why; where it asks for a password or a code, the lines `ControlMaster auto`, "
     "`ControlPath ~/.ssh/%C`, `ControlPersist 8h` below `Host {host}` in ~/.ssh/config keep that login open"
 )
-_MARK = b"clusterddp-agent "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -240,13 +239,13 @@ class _Ssh:
         assert self.process.stdout is not None
         skipped = 0
         while line := self.process.stdout.readline(MAX_PREFACE_BYTES):
-            if not line.startswith(_MARK):
+            if not line.startswith(MARK):
                 skipped += len(line)
                 if skipped > MAX_PREFACE_BYTES:
                     raise NonsenseError(self.host, f"its login shell printed more than {MAX_PREFACE_BYTES:,} bytes")
                 continue
             try:
-                answer = read_object(line.removeprefix(_MARK))
+                answer = read_object(line.removeprefix(MARK))
                 if answer.pop("ok", False):
                     return build(keys, answer, "answer")  # type: ignore[no-any-return]
             except ValueError as error:

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.connection import Message
-from clusterddp.node.stack_hook import MEMORY_PREFIX, STACKS, is_own, peer_of, socket_name, stack_signal
+from clusterddp.node.stack_hook import MEMORY_PREFIX, ROOT, STACKS, peer_of, socket_name, stack_signal
 from clusterddp.run.stacks import Answer, Frame, RankStack, parse_answer, parse_stacks
 from clusterddp.system.files import read_regular
 from clusterddp.system.processes import find_descendants, read_command, read_state
@@ -71,7 +71,7 @@ class AskedRank:
         self._socket.setblocking(False)
         try:
             self._socket.connect(socket_name(key))
-            if not is_own(peer_of(self._socket)[1]):  # the rank has closed its socket, and the name was free
+            if peer_of(self._socket)[1] not in (ROOT, os.getuid()):  # the name was free: the rank has closed its socket
                 raise PermissionError
             self._socket.send(question)
         except OSError:  # nothing of ours listens, or so many questions wait that the kernel refuses another one

@@ -26,7 +26,7 @@ STACKS, PACE = b"s", b"p"
 """What is asked."""
 MEMORY_PREFIX = "clusterddp-stacks-"
 """How the memory is named; the rest names the socket of the thread that answers."""
-_ROOT = 0
+ROOT = 0
 _PEER = struct.Struct("3i")
 _MAX_THREADS, _MAX_FRAMES = 64, 60
 _SEND_S = 2.0
@@ -47,11 +47,6 @@ def peer_of(sock: socket.socket) -> tuple[int, int]:
     """Return the pid and the uid of the process at the other end of a unix socket."""
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
     return pid, uid
-
-
-def is_own(uid: int) -> bool:
-    """Return whether a process of this user may ask us, or answer: ours is, and root's."""
-    return uid in (_ROOT, os.getuid())
 
 
 def answer_stack_requests() -> None:
@@ -150,7 +145,7 @@ def _answer(listener: socket.socket, main: int) -> None:
         # Whatever goes wrong here is not the program's: it prints nothing, and the next question is answered.
         with contextlib.suppress(Exception), connection:
             connection.settimeout(_SEND_S)
-            if is_own(peer_of(connection)[1]):
+            if peer_of(connection)[1] in (ROOT, os.getuid()):
                 stacks = connection.recv(1) == STACKS
                 answer = {"threads": read_threads(main), "collectives": read_collectives()} if stacks else read_pace()
                 connection.sendall(json.dumps(answer).encode())

@@ -174,8 +174,8 @@ def _list_sockets() -> list[tuple[str, int | None]]:
     with contextlib.suppress(OSError, KeyError):  # before Linux 5.3 there is no user
         return [(name.decode("ascii", "replace").replace("\0", "@"), uid) for name, uid in _ask_kernel()]
     with contextlib.suppress(OSError):
-        lines = _NAMES.read_text(encoding="ascii", errors="replace").splitlines()
-        return [(line.split(maxsplit=7)[-1], None) for line in lines if line.strip()]
+        text = _NAMES.read_text(encoding="ascii", errors="replace")
+        return [(line.split(maxsplit=7)[-1], None) for line in text.splitlines() if line.strip()]
     return []
 
 

@@ -42,7 +42,7 @@ MAX_PREFACE_BYTES = 256 * 1024
 """How much a login shell may print before the agent's first line."""
 _MAX_LINE_BYTES, _MAX_DATA_BYTES = 4 << 20, 8 << 20
 """The largest answer: a line of JSON takes fifty times its size of memory; the data are pieces of files."""
-_MARK = b"clusterddp-agent "
+MARK = b"clusterddp-agent "
 NO_PACKAGE = 86
 """The exit code of `ssh_argv` where the host does not have the package."""
 _READS = "IFS= read -r python && IFS= read -r venv && IFS= read -r conda && IFS= read -r modules || exit 96; "
@@ -281,8 +281,8 @@ class Session:
                 line = self._read_line(timeout_s)
             except SshError as error:
                 self._raise_start_error(preface, error)
-            if line.startswith(_MARK):
-                answer = self._parse(line[len(_MARK) :])
+            if line.startswith(MARK):
+                answer = self._parse(line[len(MARK) :])
                 if not answer.pop("ok", False):
                     raise SshError(self.host, "start", str(answer.get("error")))
                 return self._build(keys, answer)

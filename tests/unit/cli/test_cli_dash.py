@@ -164,10 +164,7 @@ def test_headers_are_bounded_before_the_key_is_asked_for(server: DashServer) -> 
     assert Answer(server, "/", Cookie="of-another-port=" + "x" * 40_000).status == 431
 
 
-def test_a_run_whose_storage_hangs_is_named_and_holds_no_page_of_another_run(
-    server: DashServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("clusterddp.cli.dash._LIST_WITHIN_S", 0.2)
+def test_a_run_whose_storage_hangs_is_named_and_holds_no_page_of_another_run(server: DashServer) -> None:
     for name in ("calm-fox-1", "brisk-otter-3"):
         start_attempt(make_run(server.runs_dir, name))
     with hung(server.runs_dir / "brisk-otter-3" / "attempts"):

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import select
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 
@@ -86,6 +89,29 @@ def test_what_another_process_answers_is_a_stranger_s(answer: Callable[[socket.s
 def test_a_connection_without_an_answer_is_stuck() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert probe(server.getsockname()[1], within_s=0.2).outcome == "stuck"
+
+
+def test_strangers_at_a_listener_are_few_at_a_time_and_gone_after_seconds() -> None:
+    with listening("gpu02") as port:
+        before, begun = threading.active_count(), time.monotonic()
+        strangers = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(300)]
+        while time.monotonic() < begun + 4:
+            for sock in strangers[:10]:
+                sock.sendall(b"x")  # a byte now and then makes it no longer
+            time.sleep(0.2)
+        assert threading.active_count() - before <= 256
+        with contextlib.suppress(ConnectionError):
+            while time.monotonic() < begun + 10 and not is_readable(strangers[0]):
+                strangers[0].sendall(b"x")
+                time.sleep(0.2)
+        assert time.monotonic() < begun + 8
+        assert probe(port).outcome == "reached"
+        for sock in strangers:
+            sock.close()
+
+
+def is_readable(sock: socket.socket) -> bool:
+    return bool(select.select([sock], [], [], 0)[0])
 
 
 def test_a_listener_answers_no_one_who_sends_less() -> None:

@@ -93,17 +93,24 @@ class Listener(socketserver.ThreadingTCPServer):
         self.shutdown()
         self.server_close()
 
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Answer in a thread; of a flood of connections the next ones wait for one that has ended."""
+        self._free.acquire()
+        super().process_request(request, client_address)
+
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer one question.
 
         The end that closes first keeps its port busy for a minute, so this end waits for the client to close.
         """
-        with self._free, contextlib.suppress(OSError):
-            request.settimeout(_ANSWER_S)
-            question = _receive(request)
-            if len(question) == PAYLOAD:
-                request.sendall(f"{self._name} {_sign(self._nonce, question, self._name)}".encode().ljust(PAYLOAD))
-                request.recv(1)
+        try:
+            with contextlib.suppress(OSError):
+                question = _receive(request, time.monotonic() + _ANSWER_S)
+                if len(question) == PAYLOAD:
+                    request.sendall(f"{self._name} {_sign(self._nonce, question, self._name)}".encode().ljust(PAYLOAD))
+                    request.recv(1)
+        finally:
+            self._free.release()
 
 
 def probe_address(target: Target, nonce: str, source: int, within_s: float) -> Probe:
@@ -140,7 +147,7 @@ def _ask(sock: socket.socket, wanted: str, nonce: str, deadline: float) -> tuple
     try:
         sock.settimeout(max(0.1, deadline - time.monotonic()))
         sock.sendall(question)
-        answer = _receive(sock)
+        answer = _receive(sock, deadline)
     except TimeoutError:
         return "stuck", ""
     except OSError:
@@ -155,10 +162,13 @@ def _sign(nonce: str, question: bytes, name: str) -> str:
     return hmac.new(nonce.encode(), question + name.encode(), "sha256").hexdigest()
 
 
-def _receive(sock: socket.socket) -> bytes:
-    """Receive PAYLOAD bytes, or what comes before the end of the connection."""
+def _receive(sock: socket.socket, deadline: float) -> bytes:
+    """Receive PAYLOAD bytes, or what comes before the deadline or the end of the connection."""
     data = b""
-    while len(data) < PAYLOAD and (chunk := sock.recv(PAYLOAD - len(data))):
+    while len(data) < PAYLOAD and (left_s := deadline - time.monotonic()) > 0:
+        sock.settimeout(left_s)
+        if not (chunk := sock.recv(PAYLOAD - len(data))):
+            break
         data += chunk
     return data
 
