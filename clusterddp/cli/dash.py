@@ -246,7 +246,7 @@ class _Handler(BaseHTTPRequestHandler):
         from clusterddp.view.report import read_reports
 
         reports = read_reports(runs, server.environ)
-        return pages.draw_run(reports[0], ranks=ranks) if len(runs) == 1 else pages.draw_comparison(reports)
+        return pages.draw_reports(reports, ranks=ranks)
 
     def _read_log(self, query: Mapping[str, list[str]]) -> dict[str, Any]:
         """Return what a log has behind `offset`, and where it ends now."""

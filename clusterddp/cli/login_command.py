@@ -182,7 +182,12 @@ def run_at_login(
             ssh.read_answer({})
         answer = ssh.read_answer({"missing": list[str], "python": str, "send": bool})
         if answer["missing"]:
-            raise _lacks(login, answer["python"], answer["missing"])
+            python, missing = answer["python"], answer["missing"]
+            command = f"{shlex.quote(python)} -m pip install {' '.join(map(shlex.quote, missing))}"
+            raise PreflightError(
+                f"{login.host}: {python} there lacks {', '.join(missing)}, without which no job is submitted",
+                hint=f"there: {command}; or python, venv, conda or modules of the profile's login name another Python",
+            )
         if archive and answer["send"]:
             if archive.size >= _LARGE_UPLOAD_BYTES:
                 report(f"sending {archive.size / 1e6:.1f} MB to {login.host}")
@@ -324,11 +329,3 @@ def _refuse_local_paths(job: JobSpec, here: Path) -> None:
             f'entry.script: found "{script}", expected a path from the directory that you submit from',
             hint="its code is sent to the login node; snapshot: false takes a script that lies there",
         )
-
-
-def _lacks(login: Login, python: str, missing: Sequence[str]) -> PreflightError:
-    command = f"{shlex.quote(python)} -m pip install {' '.join(shlex.quote(each) for each in missing)}"
-    return PreflightError(
-        f"{login.host}: {python} there lacks {', '.join(missing)}, without which no job is submitted",
-        hint=f"there: {command}; or python, venv, conda or modules of the profile's login name another Python",
-    )

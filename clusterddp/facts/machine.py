@@ -140,7 +140,7 @@ def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = F
         links=read_links(),
         directory=read_directory(directory),
         locked_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
-        infiniband=_has_infiniband(),
+        infiniband=any(Path("/sys/class/infiniband").glob("*")),
         cpu_limit=read_cpu_limit(),
         memory_limit_bytes=read_memory_limit(),
     )
@@ -237,10 +237,3 @@ def _read_settings(root: Path) -> Iterator[tuple[str, str]]:
             for line in path.read_text(errors="replace").splitlines():
                 if match := re.fullmatch(r"\s*(Kill\w+)\s*=\s*(.*?)\s*", line):
                     yield match[1], match[2]
-
-
-def _has_infiniband() -> bool:
-    try:
-        return bool(os.listdir("/sys/class/infiniband"))
-    except OSError:
-        return False

@@ -301,7 +301,8 @@ def read_rank_end(
     error, traceback = read_error_file(attempt.error_file(rank))
     stderr = read_tail(attempt.stderr(rank))
     name = signal_name(-returncode) if returncode < 0 else None
-    weight = _weigh(f"{error}\n{traceback}" if error else "\n".join(stderr.splitlines()[-5:]))
+    said = f"{error}\n{traceback}" if error else "\n".join(stderr.splitlines()[-5:])
+    weight = CASCADE if _CASCADE.search(said) else CONNECTION if _CONNECTION.search(said) else OWN
     if name is not None and (name != "SIGABRT" or weight == OWN):
         # Only SIGABRT may come from the process itself, for example from NCCL's watchdog.
         weight = CERTAIN
@@ -366,9 +367,3 @@ def _tracebacks(lines: list[str]) -> list[list[str]]:
                 found.append(block)
                 block = None
     return found
-
-
-def _weigh(text: str) -> int:
-    if _CASCADE.search(text):
-        return CASCADE
-    return CONNECTION if _CONNECTION.search(text) else OWN

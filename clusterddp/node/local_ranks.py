@@ -33,7 +33,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.preload import find_preload
 from clusterddp.run.record import RankEnd, RankRecord, write_rank
-from clusterddp.run.stop import cancel_reason, is_complete, request_stop, stop_reason, was_ordered
+from clusterddp.run.stop import cancel_reason, is_complete, read_stop, request_stop
 from clusterddp.system.files import is_file, open_regular
 from clusterddp.system.storage import is_outage, storage_timeout_s
 
@@ -198,8 +198,8 @@ class LocalRanks:
             return
         if is_complete(attempt.dir.stop_file) if complete else is_file(attempt.dir.stop_file):
             attempt.stop_seen = True
-            file = attempt.dir.stop_file
-            self._report({"kind": "stop_requested", "reason": stop_reason(file), "ordered": was_ordered(file)})
+            reason, ordered = read_stop(attempt.dir.stop_file)
+            self._report({"kind": "stop_requested", "reason": reason, "ordered": ordered})
 
     def _take_updates(self) -> None:
         """Take in which ranks have started, ended or been lost."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -44,12 +45,13 @@ def read_place(environ: Mapping[str, str]) -> StepPlace:
     """
     hosts = expand(_one_of(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     counts = expand_counts(_one_of(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
+    ends = itertools.accumulate(counts)  # the tasks are in blocks
     place = StepPlace(
         job_id=_one_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"),
         step_id=_one_of(environ, "SLURM_STEP_ID", "SLURM_STEPID"),
         restart_count=_number(environ, "SLURM_RESTART_COUNT") if environ.get("SLURM_RESTART_COUNT") else 0,
         hosts=hosts,
-        ranks=_blocks(counts),
+        ranks=tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True)),
         rank=_number(environ, "SLURM_PROCID"),
         local_rank=_number(environ, "SLURM_LOCALID"),
         node_rank=_number(environ, "SLURM_NODEID"),
@@ -68,14 +70,6 @@ def expand_counts(text: str) -> tuple[int, ...]:
             raise ClusterddpError(f"tasks per node {text!r}: a count such as 2 or 2(x3) is expected, not {part!r}")
         counts += [int(match[1])] * times
     return tuple(counts)
-
-
-def _blocks(counts: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    blocks, first = [], 0
-    for count in counts:
-        blocks.append(tuple(range(first, first + count)))
-        first += count
-    return tuple(blocks)
 
 
 def _check(place: StepPlace, num_tasks: int) -> None:

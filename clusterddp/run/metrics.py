@@ -55,16 +55,10 @@ class MetricsFile:
             refuse_if_stale(self._run, self._attempt)
             append_jsonl(self._run.metrics, {**row, "time": time.time()})
         except OSError as error:
-            self._lose_row(error)
-        else:
-            self._report_lost_rows()
-
-    def _lose_row(self, error: OSError) -> None:
-        self._lost_rows += 1
-        if self._lost_rows == 1:
-            self._report(f"warning: {self._run.metrics.name} cannot be written, training goes on: {error.strerror}")
-
-    def _report_lost_rows(self) -> None:
+            self._lost_rows += 1
+            if self._lost_rows == 1:
+                self._report(f"warning: {self._run.metrics.name} cannot be written, training goes on: {error.strerror}")
+            return
         if self._lost_rows:
             self._report(f"warning: {self._run.metrics.name} has lost {self._lost_rows} rows; it can be written again")
             log_event(self._run, "rows_lost", attempt=self._attempt, rows=self._lost_rows)

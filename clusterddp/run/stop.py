@@ -72,13 +72,16 @@ def looking_at(
     return requested
 
 
-def stop_reason(stop_file: Path) -> str:
-    """Return why the stop was requested; for a file without a reason, such as one made by hand, its name."""
+def read_stop(stop_file: Path) -> tuple[str, bool]:
+    """Return why the stop was requested, and whether the head wrote the file, not a user or another process.
+
+    For a file without a reason, such as one made by hand, that is its name.
+    """
     try:
         data = read_object(read_regular(stop_file, 65536))
-        return str(data["reason"])
+        return str(data["reason"]), data.get("ordered") is True
     except (OSError, ValueError, KeyError, ClusterddpError):
-        return f"the file {stop_file.name}"
+        return f"the file {stop_file.name}", False
 
 
 def is_complete(stop_file: Path) -> bool:
@@ -99,14 +102,6 @@ def cancel_reason(run: RunDir) -> str:
     return f"cancelled by {by}" if by else "cancelled"
 
 
-def was_ordered(stop_file: Path) -> bool:
-    """Return whether the head wrote the stop file, not a user or another process."""
-    try:
-        return read_object(read_regular(stop_file, 65536)).get("ordered") is True
-    except (OSError, ValueError, ClusterddpError):
-        return False
-
-
 def confirm_stop(assignment: Assignment, progress: dict[str, Any]) -> str:
     """Record that the program ended because of the stop, and return why that was requested.
 
@@ -117,4 +112,4 @@ def confirm_stop(assignment: Assignment, progress: dict[str, Any]) -> str:
     attempt, stop_file = assignment.attempt, assignment.stop_file
     retry_outage(lambda: make_attempt_dirs(attempt))
     retry_outage(lambda: write_json(attempt.stopped, progress | {"time": time.time()}, exclusive=True))
-    return stop_reason(stop_file) if stop_requested(stop_file) else "asked for on another host"
+    return read_stop(stop_file)[0] if stop_requested(stop_file) else "asked for on another host"

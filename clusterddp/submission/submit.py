@@ -22,7 +22,7 @@ from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_attempt
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import RunRecord, log_event, read_run
+from clusterddp.run.record import log_event, read_run
 from clusterddp.run.state import RunView, refuse_resume
 from clusterddp.system.files import write_json, write_text
 from clusterddp.system.own_directory import demand_own
@@ -100,7 +100,9 @@ def resume(
             hint = f"clusterddp resume {run.name} {first.key}=VALUE goes on with another value"
             hint += f"; {first.hint}" if first.hint else ""
             raise UsageError(f"{run.name}: {first.key}: {first.message}", hint=hint) from error
-    clear_away(run, record, environ)  # first: leftover processes may hold the run's GPUs
+    launcher_named(record.launcher, environ).clear_away(
+        run, record
+    )  # first: leftover processes may hold the run's GPUs
     plan = plan_again(run, environ, overrides)
     check_secrets(plan.secrets, environ)
     check_trainer(plan.gang, elsewhere=plan.elsewhere)
@@ -195,14 +197,6 @@ def wait(
             return view
         time.sleep(min(interval, left))
         interval = min(1.0, interval * 1.2)
-
-
-def clear_away(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> int:
-    """End leftover processes or jobs of a run that has ended; return their number.
-
-    Raises: ClusterddpError: one of them cannot be reached or ended.
-    """
-    return launcher_named(record.launcher, environ).clear_away(run, record)
 
 
 def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> Plan:

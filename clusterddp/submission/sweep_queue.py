@@ -24,6 +24,7 @@ from types import FrameType
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.base import Report, no_report
+from clusterddp.places.registry import launcher_named
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.planning.placement import GpusInUseError
@@ -41,7 +42,6 @@ from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,
     Submitted,
-    clear_away,
     give_up_start,
     open_attempt,
     plan_again,
@@ -98,7 +98,7 @@ def queue_again(run: RunDir, view: RunView) -> None:
     record = read_run(run)
     if view.state is RunState.LOST and record.queued and not run.attempts()[-1].claim.exists():
         return  # it waits already
-    clear_away(run, record, inherited_environment())
+    launcher_named(record.launcher, inherited_environment()).clear_away(run, record)
     log_event(run, "queued", attempt=open_attempt(run, view, queued=True))
 
 

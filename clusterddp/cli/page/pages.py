@@ -101,17 +101,15 @@ def draw_empty() -> str:
     return _live("clusterddp", el("noscript", "This page needs JavaScript, which sends the key to the dashboard."))
 
 
-def draw_run(report: RunReport, *, ranks: Sequence[int]) -> str:
-    """Draw the report of one run, with links to the logs of its ranks."""
-    links = [el("a", f"rank {rank}", href=_link("/log", run=report.status.run, rank=rank)) for rank in ranks]
+def draw_reports(reports: Sequence[RunReport], *, ranks: Sequence[int]) -> str:
+    """Draw the report of one run, with links to the logs of its ranks; or several runs beside each other."""
+    up, first = el("p", el("a", "all runs", href="/")), reports[0].status.run
+    if len(reports) > 1:
+        names = [el("a", each.status.run, href=_link("/run", run=each.status.run)) for each in reports]
+        return _live("compared - clusterddp", up, el("p", *_spaced(names)), *draw_parts(reports))
+    links = [el("a", f"rank {rank}", href=_link("/log", run=first, rank=rank)) for rank in ranks]
     logs = section("Logs", el("p", *_spaced(links))) if links else None
-    return _live(f"{report.status.run} - clusterddp", _back(), *draw_parts([report]), logs)
-
-
-def draw_comparison(reports: Sequence[RunReport]) -> str:
-    """Draw several runs beside each other."""
-    names = [el("a", report.status.run, href=_link("/run", run=report.status.run)) for report in reports]
-    return _live("compared - clusterddp", _back(), el("p", *_spaced(names)), *draw_parts(reports))
+    return _live(f"{first} - clusterddp", up, *draw_parts(reports), logs)
 
 
 def draw_log(run: str, rank: int, stream: str, *, ranks: Sequence[int]) -> str:
@@ -431,10 +429,6 @@ def _row(summary: RunSummary, now: float) -> tuple[Child, ...]:
 
 def _live(title: str, *body: Child) -> str:
     return document(title, *body, el("p", "", id="live", role="status"), live=True)
-
-
-def _back() -> Html:
-    return el("p", el("a", "all runs", href="/"))
 
 
 def _spaced(parts: Sequence[Html]) -> list[Child]:

@@ -140,7 +140,10 @@ class Server:
                 arrived.append(Arrival(connection, messages[0]))
             elif connection.lost is not None or now - connection.opened > INTRODUCTION_S:
                 self._unauthenticated.remove(connection)
-                self._refuse_unauthenticated(connection, now)
+                if (loss := connection.lost) is not None and loss.kind == "unproven":
+                    self.unproven[connection.peer_address] += 1
+                late = f"it did not authenticate within {INTRODUCTION_S:g} s"
+                self.refuse(connection, late if loss is None else str(loss), now)
         self._refusals.tick(now)
         return arrived
 
@@ -163,10 +166,3 @@ class Server:
     def _open(self, sock: socket.socket, now: float) -> Connection:
         self._selector.register(sock, selectors.EVENT_READ)
         return Connection(sock, protocol=self._protocol, key=self._key, role="server", now=now, selector=self._selector)
-
-    def _refuse_unauthenticated(self, connection: Connection, now: float) -> None:
-        loss = connection.lost
-        if loss is not None and loss.kind == "unproven":
-            self.unproven[connection.peer_address] += 1
-        why = str(loss) if loss is not None else f"it did not authenticate within {INTRODUCTION_S:g} s"
-        self.refuse(connection, why, now)

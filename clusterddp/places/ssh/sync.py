@@ -239,23 +239,18 @@ class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
             if answer["files"] is not None:
                 self._listings[node, host_run.name] = _read_list(session, host_run, answer)
             files = self._listings.get((node, host_run.name), {})
-            results.append(self._download(session, host_run, answer, files))
+            wanting = host_run.wanting_from(newest_attempt(host_run.run, files))
+            done = download(session, wanting, files, self._report)
+            result = _Result(run=host_run.run, goes_on=done.goes_on, problem=done.problem)
+            if done.has_records:
+                result.report = report_of(wanting, answer, files)
+                if wanting.wants.results and done.is_complete:
+                    if result.report.is_supervised and wanting.wants.while_supervised:
+                        result.goes_on = True
+                    else:
+                        result.report = dataclasses.replace(result.report, complete=newest_attempt(host_run.run))
+            results.append(result)
         return results
-
-    def _download(
-        self, session: Session, host_run: HostRun, answer: dict[str, Any], files: dict[str, Listed]
-    ) -> _Result:
-        host_run = host_run.wanting_from(newest_attempt(host_run.run, files))
-        done = download(session, host_run, files, self._report)
-        result = _Result(run=host_run.run, goes_on=done.goes_on, problem=done.problem)
-        if done.has_records:
-            result.report = report_of(host_run, answer, files)
-            if host_run.wants.results and done.is_complete:
-                if result.report.is_supervised and host_run.wants.while_supervised:
-                    result.goes_on = True
-                else:
-                    result.report = dataclasses.replace(result.report, complete=newest_attempt(host_run.run))
-        return result
 
 
 def _read_list(session: Session, host_run: HostRun, answer: Mapping[str, Any]) -> dict[str, Listed]:

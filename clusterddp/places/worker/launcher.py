@@ -75,7 +75,9 @@ class ExternalLauncher(Launcher):
             early = (f"{spell_ranks(rank.rank for rank in failed + gone)} ended early",) if failed + gone else ()
             return Answer(life="alive", words=f"{spell_ranks(here)} on this host", notes=early)
         if gone or failed:
-            end = failed_by(_killed(gone[0]) if gone else _failed(attempt, failed[0]))
+            rank, what = (gone or failed)[0], "is gone and recorded no end: it was killed, or its host failed"
+            killed = RankEnd(rank=rank.rank, host=rank.host, error=f"rank {rank.rank} on {rank.host} {what}")
+            end = failed_by(killed if gone else _failed(attempt, rank))
         elif unended:
             hosts = ", ".join(sorted({rank.host for rank in unended}))
             return Answer(life="unknown", words=f"runs on {hosts}, which cannot be asked from here")
@@ -83,11 +85,6 @@ class ExternalLauncher(Launcher):
             end = _completed(records.run, ranks)
         last = max((rank.ended or rank.started for rank in ranks), default=0.0)
         return Answer(life="ended", end=dataclasses.replace(end, ended=last))
-
-
-def _killed(rank: RankRecord) -> RankEnd:
-    error = f"rank {rank.rank} on {rank.host} is gone and recorded no end: it was killed, or its host failed"
-    return RankEnd(rank=rank.rank, host=rank.host, error=error)
 
 
 def _failed(attempt: AttemptDir, rank: RankRecord) -> RankEnd:
