@@ -165,6 +165,16 @@ def test_a_full_disk_is_said_once_and_costs_nothing_that_is_there(hosts: Hosts) 
     assert [text for text in hosts.said if "No space left on device" in text] == hosts.said[:1] == hosts.said
 
 
+def test_reports_of_hosts_that_cannot_be_written_are_a_problem_with_its_hint(hosts: Hosts) -> None:
+    hosts.start()
+    (hosts.run.launcher_dir / ".hosts.lock").symlink_to(hosts.directory / "elsewhere")
+    hosts.look()
+    assert hosts.said[-1].startswith(str(hosts.run.launcher_dir / ".hosts.lock"))
+    assert hosts.said[-1].endswith(
+        " (hint: the run goes on and its hosts keep the files; the next command downloads them)"
+    )
+
+
 @pytest.mark.root
 def test_a_log_that_grows_leaves_a_twentieth_of_the_disk(hosts: Hosts) -> None:
     hosts.start()[0].stdout(0).write_bytes(b"x")

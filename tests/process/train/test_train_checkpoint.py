@@ -89,6 +89,8 @@ def test_it_is_loadable_weights_only_and_has_the_inner_modules_names(tmp_path: P
     }
     assert not [name for name in state["model"] if name.startswith(("module.", "_orig_mod."))]
     assert (state["epoch"], state["step"], state["step_in_epoch"], state["samples"]) == (1, 18, 0, 288)
+    manifest = json.loads((path / "checkpoints" / "step-00000018-a0.json").read_text())
+    assert (manifest["epoch"], manifest["step"], manifest["samples"]) == (1, 18, 288)
     assert len(state["own"]) == state["world_size"] == 1
     setting = settle(one_rank(), path, epochs=1)
     model = train(setting).model

@@ -264,6 +264,13 @@ def test_every_other_command_is_listed() -> None:
         assert words in lost
 
 
+def test_threads_that_are_the_cores_of_a_rank_are_not_kept_and_others_are(tmp_path: Path) -> None:
+    found = imported(tmp_path, EACH + "export OMP_NUM_THREADS=8\nsrun python train.py\n")
+    assert ("ours", "export OMP_NUM_THREADS=8") in left(found)
+    assert found.resolved.job.env == {}
+    assert values(tmp_path, EACH + "export OMP_NUM_THREADS=4\nsrun python train.py\n")["env.OMP_NUM_THREADS"] == "4"
+
+
 def test_one_of_two_commands_that_start_ranks_is_chosen_by_its_line(tmp_path: Path) -> None:
     text = EACH + "srun python prepare.py\nsrun python train.py\n"
     with pytest.raises(UsageError) as caught:

@@ -11,7 +11,7 @@ import time
 import pytest
 
 from clusterddp.network.rendezvous.client import Attempt, Found, Search
-from clusterddp.network.rendezvous.connection import CLOSED, NOT_OURS, VERSION, Connection, no_key
+from clusterddp.network.rendezvous.connection import CLOSED, NOT_OURS, VERSION, Connection, Protocol, no_key
 from clusterddp.network.rendezvous.server import Server
 from clusterddp.node.link import MAX_TURN_S, PROCESS_ENDED, SUPERVISORS, Clock, Limits, Peer, listen
 from tests.support.waiting import PATIENCE
@@ -26,11 +26,11 @@ def make_sockets():
         return left, server.accept()[0]
 
 
-def make_pair(head_token=TOKEN, client_token=TOKEN, now=0.0):
+def make_pair(head_token=TOKEN, client_token=TOKEN, now=0.0, protocol=SUPERVISORS):
     left, right = make_sockets()
     return (
-        Connection(left, protocol=SUPERVISORS, key=head_token, role="server", now=now),
-        Connection(right, protocol=SUPERVISORS, key=client_token, role="client", now=now),
+        Connection(left, protocol=protocol, key=head_token, role="server", now=now),
+        Connection(right, protocol=protocol, key=client_token, role="client", now=now),
     )
 
 
@@ -113,6 +113,22 @@ def test_a_line_without_an_end_is_not_kept():
         receive(head)
     assert head.lost == NOT_OURS
     assert len(head._unread) == 0
+
+
+def test_each_end_reads_a_line_up_to_the_limit_of_its_own_direction():
+    protocol = Protocol(name="x", key="key", max_bytes_to_server=10_000, max_bytes_to_client=30_000)
+    server, client = make_pair(protocol=protocol)
+    for _ in range(3):
+        receive(server)
+        receive(client)
+    assert server.proven
+    assert client.proven
+    for each, limit in ((server, 10_000), (client, 30_000)):
+        other = client if each is server else server
+        other.sock.sendall(b"x" * limit)
+        assert (receive(each), each.lost) == ([], None)
+        other.sock.sendall(b"x")
+        assert (receive(each), each.lost) == ([], NOT_OURS)
 
 
 def test_half_a_line_is_received_once_it_is_complete():

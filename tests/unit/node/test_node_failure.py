@@ -153,6 +153,40 @@ def test_the_cause_is_what_failed_and_not_what_a_program_prints_after_it(tmp_pat
     assert end.spell("rank 1") == f"rank 1 exited with code 1; the last line of its stderr: {line}"
 
 
+TORCHRUNS = """Traceback (most recent call last):
+  File "/opt/venv/bin/torchrun", line 8, in <module>
+    sys.exit(main())
+torch.distributed.elastic.multiprocessing.errors.ChildFailedError:
+============================================================
+app.py FAILED
+------------------------------------------------------------
+Root Cause (first observed failure):
+[0]:
+  rank      : 1 (local_rank: 1)
+  exitcode  : 1 (pid: 44)
+  error_file: <N/A>
+============================================================
+"""
+
+
+def test_the_cause_in_the_output_of_torchrun_is_the_exception_of_its_rank(tmp_path):
+    attempt = make_attempt(tmp_path)
+    attempt.stderr(1).write_text("".join(f"[rank1]: {line}\n" for line in TRACEBACK.splitlines()) + TORCHRUNS)
+    end = read_rank_end(attempt, 1, 1, host="a", on_order=False)
+    assert (end.last_line, end.traceback) == (TRACEBACK.splitlines()[-1], TRACEBACK.rstrip("\n"))
+
+
+def test_only_a_rank_that_the_kernel_may_have_killed_is_said_to_be_short_of_memory(tmp_path):
+    attempt, as_one_more_kill = make_attempt(tmp_path), -1
+    write_error(attempt, "ValueError: no")
+    ends = [
+        read_rank_end(attempt, 1, code, host="a", on_order=on_order, oom_kills=as_one_more_kill).error
+        for code, on_order in [(1, False), (-9, True), (-9, False)]
+    ]
+    assert ends[:2] == ["ValueError: no"] * 2
+    assert "the kernel has killed a process" in ends[2]
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "[]", "{}", '{"message": null}', '{"message": {"message": 1, "extraInfo": 7}}', "\xff" * 9]
 )

@@ -64,6 +64,11 @@ def test_what_only_the_hosts_know_is_left_open(tmp_path: Path) -> None:
     assert {node.gpus for node in gang.nodes} == {()}
 
 
+def test_a_rank_on_a_host_has_one_thread_where_the_spec_asks_for_no_cores(tmp_path: Path) -> None:
+    assert plan("resources: {gpus_per_node: 2}\n", tmp_path).gang.threads_per_rank == 1
+    assert plan("resources: {gpus_per_node: 2, cpus_per_task: 6}\n", tmp_path).gang.threads_per_rank == 6
+
+
 def test_a_time_limit_holds_as_on_this_machine(tmp_path: Path) -> None:
     assert plan('resources: {time: "2:00:00"}\n', tmp_path).gang.time_limit_s == 7200
 

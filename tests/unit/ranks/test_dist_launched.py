@@ -40,6 +40,11 @@ def test_torchruns_restarts_keep_the_identity() -> None:
     assert (first.identity, first.start, second.start) == (second.identity, 0, 1)
 
 
+def test_torchruns_run_id_none_identifies_nothing() -> None:
+    place = find_place(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"})
+    assert place.identity == f"torchrun at {place.master_addrs[0]}:{place.master_port}"
+
+
 def test_srun_sets_everything_for_its_step() -> None:
     assert numbers(find_place(STEP)) == (2, 3, 0, 1, 1, 2)
 
