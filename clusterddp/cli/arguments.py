@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
-import os
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -21,7 +20,9 @@ from click.shell_completion import CompletionItem
 from clusterddp.cli.terminal import HELP_OPTIONS, Terminal
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
-from clusterddp.run.sweep import SweepDir, sweep_of
+from clusterddp.run.find import list_places, list_runs, newest_run
+from clusterddp.run.seal import is_ours
+from clusterddp.run.sweep import sweep_of
 from clusterddp.system.units import parse_age
 
 if TYPE_CHECKING:
@@ -246,16 +247,18 @@ class RunName(click.types.StringParamType):
     name = "run"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+        from clusterddp.cli.login import list_sent_runs
         from clusterddp.spec.layers import default_runs_dir
 
         try:
             runs_dir = ctx.params.get("runs_dir") or default_runs_dir(ctx.obj.environ if ctx.obj else {})
-            names = sorted(entry.name for entry in os.scandir(runs_dir) if not entry.name.startswith("."))
+            places = sorted(path for path in list_places(Path(runs_dir)) if path.name.startswith(incomplete))
+            names = [path.name for path in places if newest_run([RunDir(path), *list_runs(path)])]
+            names += [sent.run for sent in list_sent_runs(Path(runs_dir))]  # those on clusters
+            sweep = incomplete.rpartition(".")[0]
+            names += [run.name for run in list_runs(Path(runs_dir, sweep)) if is_ours(run)] if sweep else []
         except (OSError, ClusterddpError):
             return []
-        names += [path.stem for path in Path(runs_dir, ".login").glob("*.json")]  # those on clusters
-        sweep = SweepDir(Path(runs_dir) / incomplete.rpartition(".")[0])
-        names += sweep.run_names() if sweep.tasks.is_file() else []
         return [CompletionItem(name) for name in [*names, "@last"] if name.startswith(incomplete)]
 
 

@@ -14,6 +14,7 @@ from clusterddp.cli.terminal import Terminal
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
+from clusterddp.run.seal import demand_sealed
 from clusterddp.system.own_directory import demand_own
 
 _SHELL = ("/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}"')
@@ -48,8 +49,7 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
     run = RunDir(find_run(runs_dir, name).path.absolute())
     demand_own(run.path)
     record = read_run(run)
-    if os.stat(run.path).st_uid != os.geteuid():  # root, too, would start the command as another user than the rank's
-        raise UsageError(f"{run.name} is another user's; a command runs beside your own ranks only")
+    demand_sealed(run)  # root, too, would start the command as another user than the rank's
     with Synchroniser([run], terminal.environ, interval_s=0.5) as sync:
         sync.update()
         view = read_state(run)

@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import json
 import os
-import re
 import shlex
 import sys
 import time
@@ -25,9 +24,11 @@ import click
 from clusterddp.cli.arguments import given_arguments
 from clusterddp.cli.terminal import Terminal, say, say_note, writing_stdout
 from clusterddp.errors import ClusterddpError, RunNotFoundError, SshError, UsageError
-from clusterddp.run.find import created_ns, find_run, list_places, list_runs
+from clusterddp.run.directory import is_run_name
+from clusterddp.run.find import created_ns, find_run, list_places, list_runs, newest_run
+from clusterddp.run.seal import is_sealed, sealed
 from clusterddp.run.sweep import find_sweep
-from clusterddp.system.files import read_record, write_json, write_text
+from clusterddp.system.files import build_record, read_json, write_json, write_text
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _STARTING = frozenset({"submit", "resume"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
 FOLDER = ".login"
-_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 AT_LOGIN = "CLUSTERDDP_AT_LOGIN"
 """Set for a command that runs on a login node for a laptop: it uses no other login node."""
 
@@ -318,7 +318,7 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
         codes.append(_run_same(node, context, named))
         if context.info_name == "rm" and not values["dry_run"] and not codes[-1]:
             for name in names:
-                if _NAME.fullmatch(name):
+                if is_run_name(name):
                     (runs_dir / FOLDER / f"{name}.json").unlink(missing_ok=True)
     return max(codes)
 
@@ -343,7 +343,7 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
 
     Raises: ClusterddpError: the host's answer is not a name, or the directory cannot be made.
     """
-    if not _NAME.fullmatch(sent.run):
+    if not is_run_name(sent.run):
         raise ClusterddpError(f"profile {sent.profile}: reports the run name {sent.run[:80]!r}, which is not valid")
     folder = runs_dir / FOLDER
     try:
@@ -351,17 +351,20 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
     except OSError as error:
         raise ClusterddpError(f"{folder}: cannot be made: {error.strerror}") from error
     write_text(folder / ".gitignore", "*\n", exclusive=True)  # this directory is usually in a repository
-    write_json(folder / f"{sent.run}.json", dataclasses.asdict(sent))
+    write_json(folder / f"{sent.run}.json", sealed(dataclasses.asdict(sent)))
 
 
 def list_sent_runs(runs_dir: Path) -> list[SentRun]:
-    """List the records, oldest first, without those that cannot be read or that another user has written."""
+    """List the records, oldest first, without those that cannot be read or that another user has written.
+
+    Without this user's seal, as earlier versions wrote them, they count as the oldest and name no secrets.
+    """
     found = []
     for path in sorted((runs_dir / FOLDER).glob("*.json")):
         with contextlib.suppress(ClusterddpError, OSError):
-            sent = read_record(SentRun, path)
-            if sent is not None and path.stat().st_uid == os.geteuid():
-                found.append(sent)
+            sent = build_record(SentRun, record := read_json(path), str(path))
+            if is_run_name(sent.run) and path.stat().st_uid == os.geteuid():
+                found.append(sent if is_sealed(record) else dataclasses.replace(sent, secrets=(), created_ns=0))
     return sorted(found, key=lambda sent: sent.created_ns)
 
 
@@ -374,9 +377,8 @@ def find_sent_run(runs_dir: Path, name: str) -> SentRun | None:
     if not sent_runs or os.sep in name:
         return None
     if name == "@last":
-        here = list_runs(runs_dir)[-1:]
-        newest = max(map(created_ns, here), default=0)
-        return sent_runs[-1] if sent_runs[-1].created_ns > newest else None
+        here = newest_run(list_runs(runs_dir))
+        return sent_runs[-1] if sent_runs[-1].created_ns > (created_ns(here) if here else 0) else None
     exact = [sent for sent in sent_runs if name == sent.run or name.startswith(f"{sent.run}.")]
     found = exact or [sent for sent in sent_runs if sent.run.startswith(name)]
     here_names = [path.name for path in list_places(runs_dir) if path.name.startswith(name)]

@@ -30,6 +30,7 @@ from clusterddp.cli.terminal import (
 from clusterddp.errors import ClusterddpError, PreflightError, SshError, UsageError
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
+from clusterddp.run.seal import demand_sealed
 from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
 
@@ -177,6 +178,8 @@ def gc(
     """
     if selection.name and older_than_s:
         raise UsageError("--older-than is about all runs of a machine, not about one", hint="leave RUN out")
+    if selection.name:
+        demand_sealed(find_run(selection.runs_dir, selection.name))
     show = say if output == "json" else put
     with selection.open(terminal.environ) as machines:
         cleanup = Cleanup(found=machines.look(selection.tokens))

@@ -48,6 +48,7 @@ from clusterddp.run.removal import (
     remove_place,
     remove_snapshots,
 )
+from clusterddp.run.seal import mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
 from clusterddp.system.directories import finish_removals
@@ -245,7 +246,9 @@ class Removal:
         for run, record in records:
             with self._refusing(run, explicit=explicit):
                 view, seen = _read_settled(run, record)
-                if not view.finished:
+                # Nobody asks an unsealed run whether it goes on: the user decides.
+                given_up = mark_of(run) and self.here_only and explicit and view.state is RunState.UNKNOWN
+                if not (view.finished or given_up):
                     self.unfinished += not explicit
                     if view.state is RunState.UNKNOWN:
                         raise UsageError(f"{run.name}: whether it has ended is not known: {view.reason}")
@@ -317,7 +320,8 @@ def _remove_on_hosts(candidates: Sequence[Candidate], environ: Mapping[str, str]
         if found:
             groups.setdefault(tuple(each.node for each in found), []).append(found[0])
         else:
-            kept[run.name] = _stays(run.name, "its hosts", "are not known: its plan cannot be read")
+            why = "are not asked: it is unsealed" if mark_of(run) else "are not known: its record is damaged"
+            kept[run.name] = _stays(run.name, "its hosts", why)
     for nodes, host_runs in groups.items():
         run_of = {f"runs/{each.name}": each.run.name for each in host_runs}
         with Hosts(nodes, environ) as hosts:
@@ -369,6 +373,7 @@ def _candidate_lines(removal: Removal, code: list[Snapshot]) -> list[str]:
     rows = []
     for each in removal.candidates:
         notes = [f"{format_bytes(each.usage.checkpoints)} of checkpoints"] if each.usage.checkpoints else []
+        notes += ["unsealed: only this directory"] if mark_of(each.run) else []
         notes += [f"on {', '.join(each.hosts)}, too"] if each.hosts and not removal.here_only else []
         state = state_text(each.view.state.value)
         age = f"{duration(time.time() - each.ended)} ago"

@@ -17,9 +17,10 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.ssh.host_run import is_on_hosts
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
-from clusterddp.run.directory import RunDir, is_of_another_user
+from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from clusterddp.run.record import log_event
+from clusterddp.run.seal import is_ours
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import write_text
 from clusterddp.view.printable import printable
@@ -102,7 +103,7 @@ def write_fetched_report(run: RunDir, environ: Mapping[str, str]) -> None:
     The head writes it where the run's directory is; a host over SSH has no packages for it.
     """
     try:
-        if not is_on_hosts(run) or is_of_another_user(run.path) or not read_state(run).finished:
+        if not is_on_hosts(run) or not is_ours(run) or not read_state(run).finished:
             return
         from clusterddp.cli.page.pages import draw_report  # most runs have none to write
         from clusterddp.view.report import read_reports

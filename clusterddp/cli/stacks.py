@@ -17,9 +17,10 @@ from clusterddp.places.registry import launcher_named
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import spell_ranks
-from clusterddp.run.directory import RunDir, is_of_another_user
+from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_gang, read_run
+from clusterddp.run.seal import demand_sealed
 from clusterddp.run.stacks import StackReport, newest_report, read_report
 from clusterddp.run.state import RunState
 from clusterddp.view.printable import printable
@@ -50,8 +51,7 @@ def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float)
             if kept is None:
                 raise UsageError(f"{run.name} has no ranks to ask: it is {view.state.value}")
             return kept
-        if is_of_another_user(run.path):
-            raise UsageError(f"{run.name} belongs to another user, and only that user can ask its ranks")
+        demand_sealed(run)
         attempt = run.attempt(view.attempt)
         wanted = launcher_named(record.launcher, environ).request_stacks(run, attempt, sync)
         deadline = time.monotonic() + timeout_s

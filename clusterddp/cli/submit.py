@@ -42,8 +42,10 @@ from clusterddp.cli.watch import stay_with
 from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run
+from clusterddp.run.gang import Gang
 from clusterddp.run.sweep import find_sweep
-from clusterddp.system.files import read_json
+from clusterddp.system.files import build_record, read_json
+from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.planning.plan import Plan
@@ -146,10 +148,13 @@ def _submit_again(
 @click.argument("name", metavar="RUN", type=RunName())
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @click.option("--from-start", is_flag=True, help="Do not ask where no checkpoint of the program is found.")
+@click.option(
+    "--trust", is_flag=True, help="Show what an unsealed run starts, and seal it: from now on it is your own."
+)
 @start_options
 @click.pass_obj
 def resume(
-    terminal: Terminal, *, name: str, overrides: tuple[str, ...], from_start: bool, options: StartOptions
+    terminal: Terminal, *, name: str, overrides: tuple[str, ...], from_start: bool, trust: bool, options: StartOptions
 ) -> int:
     """Continue a run from its newest checkpoint, with other values if given: the next attempt of the same run.
 
@@ -165,12 +170,34 @@ def resume(
         from clusterddp.submission.sweep_queue import resume_sweep
 
         _refuse_for_sweep(options)
+        for run in sweep.runs() if trust else ():
+            _trust(run)
         return stay_with_sweep(resume_sweep(sweep), terminal, options, verb="resumed")
     run = find_run(options.runs_dir, name)
+    if trust:
+        _trust(run)
     check = None if from_start or may_have_saved(run) else partial(_confirm_start_over, run)
     with _starting():
         submitted = resume_run(run, report=say, overrides=overrides, check=check)
     return stay_with(submitted, terminal, options, verb="resumed")
+
+
+def _trust(run: RunDir) -> None:
+    """Seal a run that is not this user's own, after showing what it starts."""
+    from clusterddp.run.seal import is_ours, trust
+
+    def show(plan: dict[str, Any]) -> None:
+        gang, ssh = build_record(Gang, plan["gang"], str(run.plan)), plan.get("ssh")
+        say(f"{run.name} gets your seal; {printable(str(run.plan))} has all that it starts:")
+        facts = {"launcher": plan.get("launcher"), "runs": plan_text.entry_text(gang.entry)}
+        facts |= {"hosts": ", ".join(str(host.get("host")) for host in ssh["hosts"])} if ssh else {}
+        facts |= {"secrets": ", ".join(plan.get("secrets") or ()), "notifies": gang.notify and gang.notify.command}
+        for name, fact in facts.items():
+            if fact:
+                say(f"  {name:<9} {printable(str(fact))}")
+
+    if not is_ours(run):
+        trust(run, show)
 
 
 def _confirm_start_over(run: RunDir) -> None:

@@ -22,6 +22,7 @@ from clusterddp.errors import ClusterddpError, RankError, RunCancelledError, Run
 from clusterddp.run.call import PYTHON, different_python, origin_line, read_origin
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import read_gang, read_ranks
+from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import open_regular, write_bytes
 
@@ -84,6 +85,7 @@ def write_submission(run: RunDir, data: bytes | None, parent: RunDir | None, *, 
         assert parent is not None  # see refuse_unplannable
         if not parent.submission.exists():
             raise UsageError(f"{parent.path}: has no {parent.submission.name}, which has the function")
+        demand_sealed(parent)
         _refuse_foreign(parent.submission)
         theirs = read_origin(parent.submission)["python"]
         if here and theirs != PYTHON:
@@ -119,7 +121,7 @@ def _load(run: RunDir, attempt: AttemptDir, rank: int) -> Any:
     import pickle
 
     place = attempt.result(rank)
-    _refuse_foreign(run.path)
+    demand_sealed(run)
     try:
         _refuse_foreign(place)
         with open_regular(place) as file:

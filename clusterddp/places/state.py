@@ -16,8 +16,10 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import deliver_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, drop_secrets, read_run
+from clusterddp.run.seal import is_ours
 from clusterddp.run.state import Answer, Records, RunState, RunView, derive_state, final_view, read_records
 from clusterddp.run.sweep import ask_queue
+from clusterddp.system.files import is_file
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
@@ -30,13 +32,14 @@ def read_state(run: RunDir, slurm: Slurm | None = None, *, record: RunRecord | N
     """Read the state of a run; an unreadable file makes it UNKNOWN and raises no error.
 
     `slurm` None: the `Slurm` that this process shares. `record`: the run's, if the caller has read it already.
-    For a run that has ended, the values of its secrets are deleted and an end in the spool is moved to the run.
+    Of a run of this user's own that has ended, the values of its secrets are deleted, and an end in the spool is moved
+    to the run.
     """
     try:
         view = _read_state(run, record or read_run(run), slurm)
         if view.state is RunState.LOST:
             os.stat(run.path)  # an unreachable directory does not prove that the run is lost
-        if view.finished:
+        if view.finished and is_file(run.job_secrets) and is_ours(run):
             drop_secrets(run)
         return view
     except (ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError) as error:
@@ -56,7 +59,8 @@ def _read_state(run: RunDir, record: RunRecord, slurm: Slurm | None) -> RunView:
     records = read_records(run, record)
     for _ in range(_MAX_READS):
         if records.attempt and records.end and records.has_final_end:
-            deliver_end(records.attempt, record.token, records.end)
+            if is_ours(run):
+                deliver_end(records.attempt, record.token, records.end)
             return final_view(records.attempt, records.end)
         answer = _ask(records, slurm)
         if answer.life in {"alive", "queued"}:

@@ -26,15 +26,15 @@ from clusterddp.planning.program import (
     plan_trial_entry,
     with_absolute_paths,
 )
-from clusterddp.planning.seal import hint, is_granted, sealed
 from clusterddp.planning.slurm import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
 from clusterddp.planning.ssh import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
 from clusterddp.run.call import PYTHON
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Notify
+from clusterddp.run.record import BY_HAND
+from clusterddp.run.seal import demand_sealed, refuse_changed, sealed
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
 from clusterddp.spec.train import DEFINING
-from clusterddp.system.files import read_json
 from clusterddp.system.python import module_command
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
@@ -250,30 +250,21 @@ def _notify_of(job: JobSpec) -> Notify | None:
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:
-    """Return the content of a run's plan.json, with the user's seals of the hosts and the messages that it names."""
-    return sealed(plan.to_json())
+    """Return the content of a run's plan.json, with the user's seal."""
+    try:
+        return sealed(plan.to_json())
+    except ClusterddpError:
+        if plan.launcher not in BY_HAND:
+            raise
+        return plan.to_json()  # in a container without a home, where another program starts the ranks
 
 
-def read_plan(run: RunDir) -> Plan:
-    """Read the plan of a run, as `read_plan_json`."""
-    return Plan.from_json(read_plan_json(run))
+def read_plan(run: RunDir, *, in_job: bool = False) -> Plan:
+    """Read the plan of a run, to act on it; `in_job`: on a machine of its job, which may not have the user's key.
 
-
-def read_plan_json(run: RunDir) -> dict[str, Any]:
-    """Read the plan.json of a run.
-
-    Raises: ClusterddpError: the file is missing or is no plan; or it names hosts and another user wrote it.
+    Raises: ClusterddpError: the file is missing or is no plan. UsageError: the run is not this user's own.
     """
-    data = read_json(run.plan)
-    if data is None:
-        raise ClusterddpError(f"{run.plan}: is missing, and the run cannot continue without it")
-    if not isinstance(data, dict) or not isinstance(data.get("gang"), dict) or "token" not in data["gang"]:
-        raise ClusterddpError(f"{run.plan}: found no plan in it")
-    if data.get("ssh") and not is_granted(data, "ssh"):
-        raise ClusterddpError(
-            f"{run.plan}: names hosts, and does not come from you: no connection is made", hint=hint()
-        )
-    return data
+    return Plan.from_json(refuse_changed(run) if in_job else demand_sealed(run))
 
 
 def rename_plan(plan: Plan) -> Plan:

@@ -15,7 +15,6 @@ import contextlib
 import dataclasses
 import hashlib
 import json
-import os
 import re
 import signal
 import socket
@@ -25,11 +24,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import spell_ranks
-from clusterddp.run.directory import AttemptDir, RunDir, is_of_another_user, make_attempt_dirs
+from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import ProcessIdentity, RankEnd, drop_secrets, read_run, write_run
+from clusterddp.system.directories import state_directory
 from clusterddp.system.files import build_record, read_json, sync_directory, write_json
 from clusterddp.system.storage import is_outage, retry_outage, storage_timeout_s
 
@@ -287,13 +287,6 @@ def later_claimed(run: RunDir, number: int) -> int | None:
     return next((each.number for each in run.attempts() if each.number > number and each.is_claimed()), None)
 
 
-def refuse_to_end(path: Path) -> None:
-    """Refuse to end a run or a sweep of another user."""
-    if is_of_another_user(path):
-        owner = os.stat(path).st_uid
-        raise UsageError(f"{path.name} belongs to another user (uid {owner}); only that user can end it")
-
-
 def claim(attempt: AttemptDir) -> bool:
     """Claim an attempt that waits in a queue, to start it or to end it; False: another process has claimed it."""
     return write_json(attempt.claim, dataclasses.asdict(ProcessIdentity.of()), exclusive=True)
@@ -343,11 +336,9 @@ def _attempt_without_end(run: RunDir) -> AttemptDir:
 
 
 def _path(token: str, attempt: int) -> Path:
-    # The same path as platformdirs, which is not installed on every host of an SSH run.
-    state = os.environ.get("XDG_STATE_HOME", "").strip() or "~/.local/state"
     # Hashed: a record that another user has written must not lead to another file.
     name = hashlib.sha256(f"{token} {attempt}".encode()).hexdigest()[:32]
-    return Path(state).expanduser() / "clusterddp" / "ends" / f"{name}.json"
+    return state_directory() / "ends" / f"{name}.json"
 
 
 def _gist(text: str) -> str:

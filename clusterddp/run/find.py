@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TypedDict
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
-from clusterddp.run.directory import SWEEP_RECORD, RunDir
+from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_run_name
+from clusterddp.run.seal import is_ours
 from clusterddp.system.files import is_file, read_record
 
 
@@ -28,9 +29,12 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
 
 
 def list_places(runs_dir: Path) -> list[Path]:
-    """List the directories in `runs_dir` that are runs or sweeps, in no order; unreadable ones are left out."""
+    """List the directories in `runs_dir` that are runs or sweeps, in no order.
+
+    Unreadable ones are left out, and those whose name clusterddp gives to none: commands and shells take the names.
+    """
     try:
-        paths = [Path(entry.path) for entry in os.scandir(runs_dir) if not entry.name.startswith(".")]
+        paths = [Path(entry.path) for entry in os.scandir(runs_dir) if is_run_name(entry.name)]
     except (FileNotFoundError, NotADirectoryError):
         return []
     return [path for path in paths if is_file(RunDir(path).record) or is_file(path / SWEEP_RECORD)]
@@ -39,14 +43,15 @@ def list_places(runs_dir: Path) -> list[Path]:
 def find_run(runs_dir: Path, name: str) -> RunDir:
     """Find a run by its own name, an unambiguous beginning of it, `@last`, its path, or the `name:` of its spec.
 
-    Of several runs of one spec it is the one that has not ended, else the newest.
+    Of several runs of one spec it is the one that has not ended, else the newest. `@last` and the name of a spec mean
+    this user's own runs.
     Raises: RunNotFoundError: there is none. UsageError: several runs match.
     """
-    if os.sep in name and RunDir(Path(name)).record.is_file():
+    if os.sep in name and is_run_name(Path(name).resolve().name) and RunDir(Path(name)).record.is_file():
         return RunDir(Path(name).resolve())
     runs = list_runs(runs_dir)
-    if name == "@last" and runs:
-        return runs[-1]
+    if name == "@last" and (newest := newest_run(runs)):
+        return newest
     exact = [run for run in runs if run.name == name]
     matches = exact or [run for run in runs if name and run.name.startswith(name)] or runs_of_spec(runs, name)
     if len(matches) == 1:
@@ -54,10 +59,16 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     if matches:
         few = ", ".join(run.name for run in matches[:8]) + (", ..." if len(matches) > 8 else "")
         raise UsageError(f"{name} matches {len(matches)} runs: {few}")
+    none = f"no run in {runs_dir} is your own" if runs else f"no runs in {runs_dir} yet"
     raise RunNotFoundError(
-        f"no runs in {runs_dir} yet" if name == "@last" else f"no run named {name} in {runs_dir}",
+        none if name == "@last" else f"no run named {name} in {runs_dir}",
         hint="clusterddp list shows the runs; CLUSTERDDP_RUNS or --runs names another directory",
     )
+
+
+def newest_run(runs: list[RunDir]) -> RunDir | None:
+    """Return the newest run that is this user's own."""
+    return next(filter(is_ours, reversed(runs)), None)
 
 
 def is_run(spec: Path | str, runs_dir: Path) -> bool:
@@ -77,8 +88,8 @@ def is_run(spec: Path | str, runs_dir: Path) -> bool:
 
 
 def runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
-    """Return the runs of the spec with this name that have not ended; when all have, the newest one."""
-    named = [run for run in runs if _spec_name(run) == name]
+    """Return this user's runs of the spec with this name that have not ended; when all have, the newest one."""
+    named = [run for run in runs if _spec_name(run) == name and is_ours(run)]
     return [run for run in named if not _has_ended(run)] or named[-1:]
 
 

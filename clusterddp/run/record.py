@@ -262,7 +262,11 @@ def read_start(attempt: AttemptDir) -> Start | None:
 def drop_secrets(run: RunDir) -> None:
     """Remove the values of the run's secrets, which no process needs any more."""
     with contextlib.suppress(OSError):
-        run.job_secrets.unlink(missing_ok=True)
+        folder = os.open(run.launcher_dir, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.unlink(run.job_secrets.name, dir_fd=folder)
+        finally:
+            os.close(folder)
 
 
 def write_rank(attempt: AttemptDir, record: RankRecord) -> None:

@@ -22,8 +22,9 @@ from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.attempts import read_end
 from clusterddp.run.code import store_of
 from clusterddp.run.directory import STORE_NAME, SWEEP_RECORD, RunDir
+from clusterddp.run.seal import demand_sealed
 from clusterddp.system.directories import REMOVED, is_hidden, own_directories, remove_directory, unchanged_s, walk_files
-from clusterddp.system.files import is_file, read_json
+from clusterddp.system.files import is_file
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.processes import find_carriers, read_environment
 from clusterddp.system.units import parse_age
@@ -79,7 +80,7 @@ def measure(path: Path) -> int:
 def expires_at(run: RunDir, ended: float) -> float | None:
     """Return when `keep` of a run that has ended, such as 30d, is over; None: never."""
     try:
-        keep = ((read_json(run.plan) or {}).get("spec") or {}).get("keep")
+        keep = (demand_sealed(run).get("spec") or {}).get("keep")
     except (ClusterddpError, OSError, AttributeError):
         return None
     keep_s = parse_age(keep) if isinstance(keep, str) else None

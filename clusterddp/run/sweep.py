@@ -21,8 +21,9 @@ from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import SWEEP_RECORD, Below, RunDir, is_run_name
-from clusterddp.run.find import list_places, list_runs, runs_of_spec
+from clusterddp.run.find import list_places, list_runs, newest_run, runs_of_spec
 from clusterddp.run.record import ProcessIdentity
+from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import Answer, Records
 from clusterddp.system.files import MAX_RECORD_BYTES, read_record, read_regular, write_json
 
@@ -114,6 +115,17 @@ def sweep_of(run: RunDir) -> SweepDir | None:
     return sweep if sweep.record.is_file() else None
 
 
+def demand_sealed_sweep(sweep: SweepDir) -> list[RunDir]:
+    """Return the runs of a sweep, to act on them.
+
+    Raises: UsageError: it has none, or one is not this user's own.
+    """
+    runs = sweep.runs()
+    for run in runs or [RunDir(sweep.path)]:
+        demand_sealed(run)
+    return runs
+
+
 def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
     """Find a sweep by its name, an unambiguous beginning of it, its directory, or the `name:` of its spec.
 
@@ -121,10 +133,10 @@ def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
     """
     if os.sep in name:
         sweep = SweepDir(Path(name).resolve())
-        return sweep if sweep.record.is_file() else None
+        return sweep if is_run_name(sweep.name) and sweep.record.is_file() else None
     if name == "@last":
-        newest = list_runs(runs_dir)[-1:]
-        return sweep_of(newest[0]) if newest else None
+        newest = newest_run(list_runs(runs_dir))
+        return sweep_of(newest) if newest else None
     places = list_places(runs_dir) if name else []
     exact = [place for place in places if place.name == name]
     matches = exact or [place for place in places if place.name.startswith(name)]

@@ -14,9 +14,10 @@ from clusterddp.places.slurm.queue import Phase, Slurm
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import cancelled, end_queued, final_end, refuse_to_end
+from clusterddp.run.attempts import cancelled, end_queued, final_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
+from clusterddp.run.seal import demand_sealed, mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.stop import request_stop
 from clusterddp.submission.submit import CANCELLED_IN_QUEUE, record_end, wait
@@ -39,10 +40,12 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, report: 
     A run that has ended stays as it is; a second cancel only waits for the first. `report` receives what a user should
     know while it waits.
     Raises: ClusterddpError: the run has not ended in time, or with `save` ended without a checkpoint. UsageError: the
-    run belongs to another user.
+    run is not this user's own.
     """
     run = RunDir(run.path.absolute())
-    refuse_to_end(run.path)
+    if mark_of(run) == "unsealed" and final_end(run) is not None:
+        return _describe_ended(read_state(run))
+    demand_sealed(run)
     with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
         sync.update()
         return _end(run, sync, save=save, timeout_s=timeout_s, report=report)
@@ -59,7 +62,7 @@ def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float, repor
         if num_strays:
             return f"was lost; ended {num_strays} leftover {launcher.things}"
     if view.finished:
-        return f"has already ended: {view.state.value} ({view.reason})"
+        return _describe_ended(view)
     waits = view.job is not None and view.job.phase is Phase.WAITING
     if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
         return _stop(run, record, view.attempt, sync, report)
@@ -138,6 +141,10 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
             hint=f"it ends as soon as its supervisors see {run.cancel_file}",
         )
     return _describe_end(view) if asked else f"was being cancelled already, {_describe_end(view)}"
+
+
+def _describe_ended(view: RunView) -> str:
+    return f"has already ended: {view.state.value} ({view.reason})"
 
 
 def _describe_end(view: RunView) -> str:

@@ -1,13 +1,12 @@
 """Sends the message about a run's end that its head has not sent: a compute node may have no network.
 
-Only a run of this user's sends anything: another user may write a runs directory, so the seal of the plan must be
-right. A message is sent until `_LATEST_S` after the end.
+Only a run of this user's own sends anything: another user may write a runs directory. A message is sent until
+`_LATEST_S` after the end.
 """
 
 from __future__ import annotations
 
 import contextlib
-import os
 import subprocess
 import threading
 import time
@@ -16,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.planning.processes import process_environment
-from clusterddp.planning.seal import is_granted
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.gang import Notify
@@ -31,9 +29,10 @@ from clusterddp.run.notices import (
     webhook_address,
 )
 from clusterddp.run.record import FOREIGN, read_run
+from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunView
 from clusterddp.run.sweep import SweepDir
-from clusterddp.system.files import build_record, read_json, read_jsonl
+from clusterddp.system.files import build_record, read_jsonl
 
 PATIENCE_S = SEND_S + 5.0
 """How long `wait` stays after the end of a run for the head's result, and for its own."""
@@ -106,11 +105,12 @@ def _send(
 
 
 def _read_notify(run: RunDir) -> Notify | None:
-    """Read the messages of a run that this user's clusterddp may send; None: there are none, or not from this user."""
-    data = read_json(run.plan)
-    if not data or run.plan.stat().st_uid != os.geteuid() or not is_granted(data, "notify"):
-        return None
-    return build_record(Notify, data["gang"]["notify"], str(run.plan))
+    """Read the messages of a run that this user's clusterddp may send; None: there are none.
+
+    Raises: UsageError: the run is not this user's own.
+    """
+    notify = demand_sealed(run)["gang"].get("notify")
+    return build_record(Notify, notify, str(run.plan)) if notify else None
 
 
 def _results(run: RunDir, launcher: str, notify: Notify, about: Message) -> tuple[set[str], set[str]]:

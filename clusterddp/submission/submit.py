@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +22,7 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_attempt
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import log_event, read_run
+from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunView, refuse_resume
 from clusterddp.system.files import write_json, write_text
 from clusterddp.system.own_directory import demand_own
@@ -75,10 +75,11 @@ def resume(
     """Start the next attempt of a run that ended before it was done, or of one to which `overrides` give more to do.
 
     `check` may refuse it, once it is known that the run can go on.
-    Raises: UsageError: the run has not ended, or is done, or cannot go on with these values. PreflightError: fewer
-    GPUs are free than the run had. SpecError: an override is wrong.
+    Raises: UsageError: the run is not this user's own, has not ended, is done, or cannot go on with these values.
+    PreflightError: fewer GPUs are free than the run had. SpecError: an override is wrong.
     """
     run = RunDir(run.path.absolute())
+    demand_sealed(run)
     environ = inherited_environment()
     demand_own(run.path)
     record = read_run(run)
@@ -87,7 +88,6 @@ def resume(
     view = read_state(run)
     instead = f"clusterddp submit {run.name} repeats it; clusterddp resume {run.name} KEY=VALUE gives it more to do"
     refuse_resume(run, view, instead=instead, more=bool(overrides))
-    refuse_foreign(run)
     if check is not None:
         check()
     if not overrides:  # with some, the whole spec is read anew
@@ -110,19 +110,6 @@ def resume(
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
     return start_attempt(run, number, report)
-
-
-def refuse_foreign(run: RunDir) -> None:
-    """Refuse to start a plan that another user wrote.
-
-    Raises: UsageError: the run belongs to another user.
-    """
-    owner = run.plan.stat().st_uid
-    if owner != os.geteuid():
-        raise UsageError(
-            f"{run.name} belongs to another user (uid {owner}), whose plan would start programs as you",
-            hint=f"clusterddp submit {run.name} starts its spec as a run of your own",
-        )
 
 
 def open_attempt(run: RunDir, view: RunView, *, queued: bool = False) -> int:

@@ -15,13 +15,13 @@ from clusterddp.places.slurm.state import wait_for_job
 from clusterddp.places.state import announce, read_state
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import cancelled, refuse_to_end
+from clusterddp.run.attempts import cancelled
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.stop import request_stop
-from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
+from clusterddp.run.sweep import SweepDir, SweepRecord, demand_sealed_sweep, read_sweep, write_sweep
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import Submitted, record_end
 from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep
@@ -70,11 +70,11 @@ def submit_sweep(plan: SweepPlan) -> Submitted:
 def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
     """End every run of a sweep; with `save`, after a checkpoint. Return a sentence with their states.
 
-    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: the sweep belongs to
-    another user.
+    Raises: ClusterddpError: some have not ended in time, or Slurm could not be asked. UsageError: one is not
+    this user's own.
     """
     sweep = SweepDir(sweep.path.absolute())
-    refuse_to_end(sweep.path)
+    demand_sealed_sweep(sweep)
     record = read_sweep(sweep)
     environ = inherited_environment()
     if record.launcher == "slurm":

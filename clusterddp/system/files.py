@@ -130,10 +130,10 @@ def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     """Append one row in a single write, so rows of several writers never mix.
 
     A full disk may take a part of the row; the next row begins on a new line.
-    Raises: OSError: the row was not written, or only in part.
+    Raises: OSError: the row was not written, or only in part; or the path is a link.
     """
     line = (_dump(row) + "\n").encode()
-    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     try:
         size = os.fstat(descriptor).st_size
         if size and os.pread(descriptor, 1, size - 1) != b"\n":

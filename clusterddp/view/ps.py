@@ -14,12 +14,12 @@ from typing import Any
 from clusterddp.errors import NonsenseError, SshError
 from clusterddp.places.ssh.connections import Connector
 from clusterddp.places.ssh.sessions import SessionPool, Work
-from clusterddp.planning.plan import read_plan_json
 from clusterddp.planning.ssh import SshNode, SshPlan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import Ended, RunHere, end_left_over, find_runs
 from clusterddp.run.record import read_run
 from clusterddp.run.removal import Removed, Storage, find_stored, remove_stored
+from clusterddp.run.seal import demand_sealed
 from clusterddp.system.files import build_record
 
 DEFAULT_ROOT = "~/.clusterddp"
@@ -107,9 +107,9 @@ Machines = ThisMachine | Hosts
 def hosts_of(run: RunDir) -> list[SshNode]:
     """Return the hosts of a run; none for a run that was not started over SSH.
 
-    Raises: ClusterddpError: it has no plan, or another user has written it.
+    Raises: UsageError: it is not this user's own. ClusterddpError: it has no plan.
     """
     if read_run(run).launcher != "ssh":
         return []
-    ssh = read_plan_json(run).get("ssh")
+    ssh = demand_sealed(run).get("ssh")
     return list(build_record(SshPlan, ssh, str(run.plan)).hosts) if ssh else []

@@ -7,12 +7,14 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.state import announce
-from clusterddp.run.directory import RunDir, is_of_another_user
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, read_gang, read_run
+from clusterddp.run.seal import demand_sealed
 from clusterddp.view.background import (
     Background,
     FileDiff,
@@ -228,12 +230,14 @@ def _read_excerpt(run: RunDir, status: RunStatus) -> tuple[str, tuple[str, ...]]
 
 
 def _read_uncommitted(run: RunDir, ground: Background, environ: Mapping[str, str]) -> tuple[FileDiff, ...]:
-    """Return what was changed and not committed; git looks at no place that another user has named."""
-    if not (ground.is_dirty and ground.code and ground.root and ground.commit) or is_of_another_user(run.path):
+    """Return what was changed and not committed; git looks only where this user has submitted from."""
+    if not (ground.is_dirty and ground.code and ground.root and ground.commit):
         return ()
     try:
+        if not Path(demand_sealed(run)["working_dir"]).is_relative_to(ground.root):
+            return ()
         return read_uncommitted(ground.code, ground.root, ground.commit, environ)
-    except (OSError, ClusterddpError):
+    except (OSError, ClusterddpError, KeyError, TypeError):
         return ()
 
 

@@ -21,6 +21,7 @@ from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.rank_usage import read_usage_report
 from clusterddp.run.record import RankEnd, RunRecord, Start, read_gang, read_run, read_start
+from clusterddp.run.seal import Mark, mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import is_file, read_json
 from clusterddp.view.events import (
@@ -72,6 +73,8 @@ class RunSummary:
     times: Times
     variant: str = ""
     """In a sweep: the values by which this run differs from the others."""
+    mark: Mark = ""
+    """Why it is not your own, so that commands only read it: `unsealed`, `another user's`; empty: it is."""
     bytes: int | None = None
     """What it takes on disk here, without a snapshot of code that other runs use, too; null without `--wide`."""
 
@@ -223,6 +226,7 @@ def _summary(run: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) 
         "run": run.name,
         "name": record.name,
         "variant": record.variant,
+        "mark": mark_of(run),
         "state": view.state,
         "launcher": record.launcher,
         "job_id": view.job.job_id if view.job else record.job_id,

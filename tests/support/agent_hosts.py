@@ -22,11 +22,11 @@ from clusterddp.places.ssh.config import Destination
 from clusterddp.places.ssh.keys import HostKey
 from clusterddp.places.ssh.session import Reply, Session
 from clusterddp.places.ssh.sync import Synchroniser
-from clusterddp.planning.seal import sealed
 from clusterddp.planning.ssh import SshNode, SshPlan, directory_name
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_rank, write_run
+from clusterddp.run.seal import sealed
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import make_gang, rank_record
 from tests.support.paths import ROOT as PACKAGE

@@ -14,6 +14,7 @@ from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.record import ProcessIdentity, RankEnd, RankRecord, RunRecord, write_rank, write_run
+from clusterddp.run.seal import sealed
 from clusterddp.system.files import append_jsonl, write_json
 
 HOST = socket.gethostname()
@@ -38,7 +39,7 @@ def make_run(
     run.path.mkdir(parents=True)
     run.checkpoints.mkdir()
     gang = make_gang(nodes, per_node)
-    write_json(run.plan, {"run": name, "gang": gang.to_json(), "spec": {}})
+    write_json(run.plan, sealed({"run": name, "gang": gang.to_json(), "spec": {}}))
     record = RunRecord(
         run=name,
         token="t0ken-of-" + name,

@@ -13,6 +13,7 @@ from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.job_tag import job_name, job_tag
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
+from clusterddp.run.seal import sealed
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import make_gang
 
@@ -26,7 +27,7 @@ def make_slurm_run(
     run.checkpoints.mkdir()
     run.launcher_dir.mkdir()
     run.attempt(attempt).path.mkdir(parents=True)
-    write_json(run.plan, {"run": name, "gang": placeholder_gang(), "spec": {}})
+    write_json(run.plan, sealed({"run": name, "gang": placeholder_gang(), "spec": {}}))
     plain = RunRecord(
         run=name,
         token=f"t0ken-of-{name}",

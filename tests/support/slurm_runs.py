@@ -10,6 +10,7 @@ from pathlib import Path
 from clusterddp.places.staging import make_run
 from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
+from clusterddp.run.seal import sealed
 from clusterddp.system.files import read_json, write_json
 from tests.support.launch_runs import plan_script, plan_text
 from tests.support.paths import ROOT as CHECKOUT
@@ -49,8 +50,9 @@ GO_ON = "end('STOPPED', will_restart=True, needs_job=True)\n"
 
 
 def environment() -> dict[str, str]:
-    """Return what a shell on the head has: this Python and this checkout first."""
-    return {"PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}", "PYTHONPATH": str(CHECKOUT)}
+    """Return what a shell on the head has: this Python and this checkout first, and the key of the tests' seals."""
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    return {"PATH": path, "PYTHONPATH": str(CHECKOUT), "XDG_STATE_HOME": os.environ["XDG_STATE_HOME"]}
 
 
 def make_slurm_run(
@@ -101,7 +103,7 @@ def stand_in(run: RunDir, code: str) -> None:
     srun = plan["slurm"]["srun"]
     module = srun.index("-m")
     plan["slurm"]["srun"] = [*srun[:module], str(program), *srun[module + 2 :]]
-    write_json(run.plan, plan)
+    write_json(run.plan, sealed(plan))
 
 
 def start_run(rack: Rack, run: RunDir, environ: Mapping[str, str] | None = None) -> str:

@@ -61,9 +61,10 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
 
 
 def _reason(summary: RunSummary, *, short: bool) -> str:
-    """Write why a run is in its state; `short`: without the rank and host, which `status` has."""
+    """Write why a run is in its state, and is not obeyed; `short`: without the rank and host, which `status` has."""
     reason = "" if summary.state.value in WITHOUT_REASON else printable(summary.reason)
-    return _RANK_OF_ERROR.sub("", reason, count=1) if short else reason
+    reason = _RANK_OF_ERROR.sub("", reason, count=1) if short else reason
+    return "; ".join(filter(None, (summary.mark, reason)))
 
 
 def _time(summary: RunSummary) -> str:

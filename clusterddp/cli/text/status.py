@@ -49,7 +49,8 @@ def status_lines(
     name, where = printable(status.run), printable(_where(status))
     state = "STOPPING" if status.stopping else status.state.value
     name = click.style(name, bold=True) + (f" ({printable(status.name)})" if status.name else "")
-    lines = [f"{name}  {state_text(state)}  {where}"]
+    mark = f"  {click.style(status.mark, fg='yellow')}" if status.mark else ""
+    lines = [f"{name}  {state_text(state)}  {where}{mark}"]
     if status.stopping:
         left_s = max(0.0, status.stopping.until - time.time())
         left = f"{status.stopping.reason}: its ranks are ended in {duration(left_s)}"

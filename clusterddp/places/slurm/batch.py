@@ -49,6 +49,7 @@ from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.job_tag import job_tag, tag_of
 from clusterddp.run.record import JobAnswer, RunRecord, drop_secrets, log_event, read_run, write_job_answer
+from clusterddp.run.seal import refuse_changed
 from clusterddp.run.stop import request_stop
 from clusterddp.system.files import is_file, read_json, write_json
 from clusterddp.system.own_directory import demand_own
@@ -443,8 +444,8 @@ def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str
 def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Carried:
     """Read the run that this start of a job runs."""
     record = read_run(run)
-    plan = read_json(run.plan)
-    if not plan or not plan.get("slurm"):
+    plan = refuse_changed(run)
+    if not plan.get("slurm"):
         raise ClusterddpError(f"{run.plan}: found no plan for Slurm")
     set_storage_timeout(plan["gang"].get("host_silence_s"))
     environment = job_environment(run, environ, record.token)

@@ -195,7 +195,7 @@ def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, kee
     the variables and secrets of the earlier submit and waits for none of its dependencies.
     Raises: SlurmError: Slurm refused the job. `transient`: it is unknown whether Slurm has the job.
     """
-    plan = read_plan(run)
+    plan = read_plan(run, in_job=keep_variables)
     assert plan.slurm is not None
     if keep_variables:
         options = without_waiting(plan.slurm.sbatch_options)

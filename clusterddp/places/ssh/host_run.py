@@ -26,6 +26,7 @@ from clusterddp.run.attempts import AttemptEnd, final_end, parse_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_gang, read_run
+from clusterddp.run.seal import demand_sealed, mark_of
 from clusterddp.run.state import Answer, Records, RunState, RunView, derive_state
 from clusterddp.system.files import read_json, read_tail, write_json
 from clusterddp.wire import build
@@ -139,8 +140,9 @@ def ask_reports(records: Records) -> Answer:
         return Answer(life="ended")  # no host has it yet
     hosts = [node.host for node in read_gang(records.run).nodes]
     reports = {host: report for host, report in read_reports(records.run).items() if report.start == start_of(record)}
-    if is_foreign(records.run):
+    if mark := mark_of(records.run):
         reason = "belongs to another user, and only that user can connect to its hosts"
+        reason = "is unsealed, so its hosts are not asked" if mark == "unsealed" else reason
         return Answer(life="unknown", words=reason, notes=(_last_known(records, reports.get(hosts[0])),))
     unreached = [host for host in hosts if host not in reports or reports[host].error is not None]
     supervised = [host for host, report in reports.items() if report.is_supervised and report.error is None]
@@ -163,11 +165,6 @@ def ask_reports(records: Records) -> Answer:
         words = f"its supervisors on {', '.join(hosts)} are gone"
         return Answer(life="ended", words=words, notes=_what_is_left(records, reports, hosts[0]))
     return Answer(life="unknown", words=words, notes=(_last_known(records, reports.get(hosts[0])),))
-
-
-def is_foreign(run: RunDir) -> bool:
-    """Return whether root looks at the run of another user; its hosts accept that user's keys, not root's."""
-    return os.geteuid() == 0 and os.stat(run.path).st_uid != 0
 
 
 def read_unreached(run: RunDir) -> dict[str, str]:
@@ -318,19 +315,18 @@ class HostRun:
 def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
     """Return the hosts of a run; none if it is not on SSH hosts, or its record is damaged.
 
-    `report` receives the reason why the hosts of another user's run are not asked.
+    `report` receives the reason why the hosts of a run are not asked that is not this user's own.
     """
     try:
         record = read_run(run)
-        if record.launcher != "ssh" or is_foreign(run):
+        if record.launcher != "ssh":
             return []
-        from clusterddp.planning.plan import read_plan_json
         from clusterddp.planning.ssh import SshPlan, directory_name
 
-        plan = read_plan_json(run)
+        plan = demand_sealed(run)
         ssh, gang = SshPlan.from_json(plan["ssh"]), Gang.from_json(plan["gang"])
     except ClusterddpError as error:
-        report(f"{run.name}: {error.message}" + (f"; {error.hint}" if error.hint else ""))
+        report(error.message + (f"; {error.hint}" if error.hint else ""))
         return []
     except (OSError, TypeError, KeyError, ValueError, AttributeError):
         return []  # read_state reports what is wrong with it

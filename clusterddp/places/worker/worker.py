@@ -61,6 +61,7 @@ from clusterddp.run.record import (
     write_rank,
     write_run,
 )
+from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunState, refuse_resume
 from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, start_supervisor, supervisor_log
 from clusterddp.system.devices import list_gpus
@@ -182,7 +183,8 @@ class Worker:
     def find_earlier(self) -> RunDir | None:
         """Find the run that `resume` names.
 
-        Raises: RunNotFoundError: there is none. UsageError: it is no run of worker's, still runs, or has completed.
+        Raises: RunNotFoundError: there is none. UsageError: it is no run of worker's or not this user's own,
+        still runs, or has completed.
         """
         if self.resume is None:
             return None
@@ -191,6 +193,7 @@ class Worker:
         if read_run(run).launcher not in started_by:
             what = f"was not started by clusterddp worker on {self.seat.noun}s"
             raise UsageError(f"{run.name}: {what}", hint=f"clusterddp resume {run.name}")
+        demand_sealed(run)
         view = read_state(run)
         if view.state is not RunState.UNKNOWN:
             refuse_resume(run, view, instead="clusterddp worker without --resume starts a new run")

@@ -1,4 +1,4 @@
-"""Runs of earlier versions, made on another machine: they are listed, explained, resumed, removed.
+"""Runs of earlier versions, made on another machine: they are listed, explained, resumed by --trust, removed.
 
 `golden/runs_0_1.tar.gz` holds runs of a script on each launcher and one sweep, by 0.1 before its modules had other
 names. `golden/runs_0_2.tar.xz` holds a run with each feature that was removed after commit 803cec3, in use.
@@ -113,9 +113,15 @@ def test_one_that_was_stopped_is_resumed_from_its_checkpoint(runs: Path) -> None
     for path in saved:
         assert 0 < read_json(path) < 1_990
         path.write_text("1990")  # the script has 2,000 steps of 20 ms
-    clusterddp(runs, "resume", run.name)
+    refused = clusterddp(runs, "resume", run.name, code=2)
+    assert "rustic-wombat-8 is unsealed, so nothing of it is started, asked or ended" in refused
+    assert "hint: clusterddp resume rustic-wombat-8 --trust shows what it starts, and seals it" in refused
+    said = clusterddp(runs, "resume", run.name, "--trust")
+    assert "launcher  local" in said
+    assert "runs      " in said
     clusterddp(runs, "wait", run.name)
     assert (run / "attempts/1/logs/rank-000.out").read_text() == "begins at 1990\nends at 2000\n"
+    assert clusterddp(runs, "status", run.name, "-o", "json")["mark"] == ""
 
 
 def test_runs_with_removed_features_are_listed_with_their_states(runs_with_removed: Path) -> None:
@@ -166,7 +172,7 @@ def test_one_with_a_removed_feature_is_resumed(runs_with_removed: Path, name: st
         path = run / "output" / f"steps-{rank}.json"
         assert 0 < read_json(path) < 1_990
         path.write_text("1990")
-    clusterddp(runs_with_removed, "resume", name)
+    clusterddp(runs_with_removed, "resume", name, "--trust")
     clusterddp(runs_with_removed, "wait", name)
     assert (run / "attempts/1/logs/rank-000.out").read_text() == "begins at 1990\nends at 2000\n"
 
@@ -174,7 +180,7 @@ def test_one_with_a_removed_feature_is_resumed(runs_with_removed: Path, name: st
 def test_a_value_that_was_removed_is_refused_and_another_one_goes_on(runs_with_removed: Path) -> None:
     run = runs_with_removed / "powersgd-stopped-1"
     before = sorted(path for path in run.rglob("*"))
-    refused = clusterddp(runs_with_removed, "resume", run.name, code=2)
+    refused = clusterddp(runs_with_removed, "resume", run.name, "--trust", code=2)
     assert 'error: powersgd-stopped-1: train.comm: found the text "powersgd:2", expected exact' in refused
     assert "hint: clusterddp resume powersgd-stopped-1 train.comm=VALUE goes on with another value" in refused
     assert sorted(path for path in run.rglob("*")) == before
@@ -183,7 +189,7 @@ def test_a_value_that_was_removed_is_refused_and_another_one_goes_on(runs_with_r
 
 
 def test_one_that_machines_joined_is_resumed_on_each_of_them(runs_with_removed: Path) -> None:
-    refused = clusterddp(runs_with_removed, "resume", "joined-stopped-1", code=2)
+    refused = clusterddp(runs_with_removed, "resume", "joined-stopped-1", "--trust", code=2)
     assert re.search(r"hint: .*clusterddp (join|worker) SPEC --resume joined-stopped-1", refused)
 
 

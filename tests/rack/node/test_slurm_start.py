@@ -11,6 +11,7 @@ from clusterddp.node.supervisor import LINK_PORTS
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_ranks
+from clusterddp.run.seal import sealed
 from clusterddp.system.files import read_json, write_json
 from tests.support.port_thief import MEET, STEAL
 from tests.support.slurm_runs import await_final_end, environment, make_slurm_run, start_run
@@ -41,7 +42,7 @@ def plan_for(run: RunDir, world_size: int) -> None:
     plan = read_json(run.plan)
     node = plan["gang"]["nodes"][0]
     plan["gang"]["nodes"] = [node | {"node_rank": rank, "ranks": [rank]} for rank in range(world_size)]
-    write_json(run.plan, plan)
+    write_json(run.plan, sealed(plan))
 
 
 def test_each_rank_learns_its_place_and_the_way_to_the_others(rack):

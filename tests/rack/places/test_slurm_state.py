@@ -256,8 +256,8 @@ def test_a_run_of_another_user_is_running_for_every_user_and_only_its_owner_ends
         age(each)
         rack.run("head", ["chmod", "-R", "a+rX", str(each.path)])
     assert seen_by_ana(rack, run, forgotten) == (
-        f"RUNNING\n2 {run.name} belongs to another user (uid 0); only that user can end it\n"
-        f"UNKNOWN\n2 {forgotten.name} belongs to another user (uid 0); only that user can end it\n"
+        f"RUNNING\n2 {run.name} belongs to another user, and only that user can start it, ask it or end it\n"
+        f"UNKNOWN\n2 {forgotten.name} belongs to another user, and only that user can start it, ask it or end it\n"
     )
 
 

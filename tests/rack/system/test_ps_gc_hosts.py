@@ -194,7 +194,7 @@ def person_environment() -> dict[str, str]:
 
 SEAL = """
 import json, pathlib
-from clusterddp.planning.seal import sealed
+from clusterddp.run.seal import sealed
 path = pathlib.Path({path!r})
 path.write_text(json.dumps(sealed(json.loads(path.read_text()))))
 """

@@ -18,6 +18,7 @@ from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run, write_run
 from clusterddp.run.removal import measure_run
+from clusterddp.run.seal import sealed
 from clusterddp.run.sweep import SweepDir
 from clusterddp.system.files import write_json
 from tests.support.handmade_runs import fail, make_run, start_attempt
@@ -37,7 +38,7 @@ def ended(
     run = make_run(runs, name)
     attempt = start_attempt(run)
     write_end(attempt, AttemptEnd(outcome=outcome, reason="x", ended=time.time() - days_ago * DAY_S))  # type: ignore[arg-type]
-    write_json(run.plan, {"spec": {"keep": keep}})
+    write_json(run.plan, sealed({"gang": {"token": "x"}, "spec": {"keep": keep}}))
     return run
 
 

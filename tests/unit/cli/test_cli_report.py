@@ -18,6 +18,7 @@ from clusterddp.cli.main import main
 from clusterddp.cli.page.drawing import Html, el
 from clusterddp.cli.page.pages import MAX_BYTES
 from clusterddp.run.directory import RunDir
+from clusterddp.run.seal import sealed
 from clusterddp.system.files import append_jsonl, read_json, write_json
 from tests.support.handmade_runs import complete, fail, make_run, rank_record, start_attempt, train
 
@@ -41,7 +42,7 @@ def trained(runs_dir: Path, name: str, steps: int = 100, **spec: object) -> RunD
     run = make_run(runs_dir, name)
     plan = read_json(run.plan)
     assert isinstance(plan, dict)
-    write_json(run.plan, plan | {"spec": {"train": spec}})
+    write_json(run.plan, sealed(plan | {"spec": {"train": spec}}))
     train(run, steps=steps)
     complete(run, start_attempt(run))
     return run

@@ -9,12 +9,14 @@ import pytest
 
 from clusterddp.errors import RunNotFoundError, UsageError
 from clusterddp.run.find import find_run
+from clusterddp.run.seal import sealed
 
 
 def make(runs: Path, run: str, *, name: str, created: int, ended: bool) -> None:
     attempt = runs / run / "attempts" / "0"
     attempt.mkdir(parents=True)
     (runs / run / "run.json").write_text(json.dumps({"name": name, "created_ns": created}))
+    (runs / run / "plan.json").write_text(json.dumps(sealed({"run": run})))
     if ended:
         (attempt / "end.json").write_text("{}")
 

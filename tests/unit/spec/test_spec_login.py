@@ -10,6 +10,7 @@ import pytest
 from clusterddp.cli.login import SentRun, find_sent_run, write_sent_run
 from clusterddp.cli.login_command import plan_command
 from clusterddp.errors import ClusterddpError, SpecError, UsageError
+from clusterddp.run.seal import sealed
 from clusterddp.spec.layers import read_profile, read_profile_login
 from clusterddp.spec.load import load_spec
 from clusterddp.system.files import write_json
@@ -73,9 +74,10 @@ def note(runs_dir: Path, run: str, created_ns: int = 1) -> None:
 def make_run(runs_dir: Path, run: str, created_ns: int) -> None:
     (runs_dir / run).mkdir(parents=True)
     write_json(runs_dir / run / "run.json", {"created_ns": created_ns})
+    write_json(runs_dir / run / "plan.json", sealed({"run": run}))
 
 
-def test_a_record_of_an_earlier_version_is_read(tmp_path: Path, environ: dict[str, str]) -> None:
+def test_a_record_of_an_earlier_version_is_read_and_sends_no_secrets(tmp_path: Path, environ: dict[str, str]) -> None:
     configure(environ, "hpc-login")
     login = {"host": "hpc-login", "host_key": f"SHA256:{'A' * 43}", "runs_dir": "/scratch/ana"}
     record = {"run": "a-1", "profile": "hpc", "login": login, "secrets": ["KEY"], "created_ns": 1, "seal": "ab"}
@@ -84,7 +86,7 @@ def test_a_record_of_an_earlier_version_is_read(tmp_path: Path, environ: dict[st
     found = find_sent_run(tmp_path, "a-1")
     assert found is not None
     node = found.node(environ)
-    assert (node.profile, node.login.host, node.secrets) == ("hpc", "hpc-login", ("KEY",))
+    assert (node.profile, node.login.host, node.secrets) == ("hpc", "hpc-login", ())
 
 
 @pytest.mark.parametrize(

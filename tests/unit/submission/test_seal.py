@@ -15,10 +15,9 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.places.ssh.host_run import find_host_runs
 from clusterddp.places.staging import make_run
 from clusterddp.planning.plan import read_plan
-from clusterddp.planning.seal import is_sealed, key_path, seal
 from clusterddp.run.code import store_of
 from clusterddp.run.directory import RunDir
-from clusterddp.submission.submit import refuse_foreign
+from clusterddp.run.seal import demand_sealed, is_sealed, key_path, sealed
 from clusterddp.system.files import read_json, write_json
 from clusterddp.view.ps import hosts_of
 from tests.support.launch_runs import git, plan_text
@@ -69,13 +68,18 @@ def test_a_run_that_we_have_planned_has_its_hosts(run: RunDir) -> None:
         {"python": "/tmp/x"},
         {"ssh": {"root": "/tmp/x"}},
         {"gang": {"token": "0" * 32}},
+        {"gang": {"env": {"LD_PRELOAD": "/tmp/x.so"}}},
+        {"gang": {"restarts": 7}},
+        {"secrets": ["GITHUB_TOKEN"]},
+        {"launcher": "local"},
+        {"new": 1},
         {"seal": "0" * 64},
         {"seal": None},
         {"seal": 7},
     ],
     ids=str,
 )
-def test_a_plan_that_another_program_has_changed_names_no_host(run: RunDir, change: dict[str, Any]) -> None:
+def test_a_plan_that_another_program_has_changed_is_not_obeyed(run: RunDir, change: dict[str, Any]) -> None:
     plan = read_json(run.plan)
     assert plan is not None
     plan["ssh"]["hosts"][0] |= {name: value for name, value in change.items() if name == "python"}
@@ -84,10 +88,10 @@ def test_a_plan_that_another_program_has_changed_names_no_host(run: RunDir, chan
     write_json(run.plan, plan)
     said: list[str] = []
     assert find_host_runs(run, said.append) == []
-    assert "names hosts, and does not come from you" in said[0]
-    with pytest.raises(ClusterddpError, match="does not come from you"):
+    assert f"{run.name} is unsealed, so nothing of it is started, asked or ended" in said[0]
+    with pytest.raises(UsageError, match="is unsealed"):
         read_plan(run)
-    with pytest.raises(ClusterddpError, match="does not come from you"):
+    with pytest.raises(UsageError, match="is unsealed"):
         hosts_of(run)
 
 
@@ -105,7 +109,7 @@ def test_status_of_a_run_from_elsewhere_connects_to_no_host_and_says_so(
     write_json(run.record, record | {"job_id": "gpu01:77"})
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     done, calls = clusterddp(tmp_path, "status", run.name)
-    assert "does not come from you" in done.stderr
+    assert "is unsealed, so nothing of it is started, asked or ended" in done.stderr
     assert calls == ""
 
 
@@ -119,7 +123,7 @@ def test_no_command_connects_to_the_hosts_of_a_run_from_elsewhere(
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "another"))
     name, *options = command.split()
     done, calls = clusterddp(tmp_path, name, run.name, *options)
-    assert "does not come from you" in done.stderr
+    assert "is unsealed, so nothing of it is started, asked or ended" in done.stderr
     assert calls == ""
 
 
@@ -138,26 +142,27 @@ def test_a_note_in_a_runs_directory_that_travels_leads_nowhere(tmp_path: Path) -
     assert "evil" not in done.stdout + done.stderr
 
 
-def test_a_run_of_another_user_is_not_resumed(run: RunDir) -> None:
-    refuse_foreign(run)
-    if os.geteuid() == 0:
-        os.chown(run.plan, 65534, 65534)
-        with pytest.raises(UsageError, match="belongs to another user"):
-            refuse_foreign(run)
+@pytest.mark.root
+@pytest.mark.parametrize("of", ["plan.json", "."])
+def test_a_run_of_another_user_is_not_obeyed_under_any_seal(run: RunDir, of: str) -> None:
+    assert demand_sealed(run)["run"] == run.name
+    os.chown(run.path / of, 65534, 65534)
+    with pytest.raises(UsageError, match="belongs to another user"):
+        demand_sealed(run)
 
 
 def test_the_key_is_made_once_and_no_other_user_can_read_it(state: Path) -> None:
-    assert not is_sealed("a", 1, "")
-    first = seal("a", {"x": [1, 2]})
-    assert is_sealed("a", {"x": (1, 2)}, first)
-    assert not is_sealed("b", {"x": [1, 2]}, first)
+    assert not is_sealed({"x": [1, 2], "seal": ""})
+    first = sealed({"x": [1, 2], "y": {8: None}})
+    assert is_sealed({"y": {"8": None}, "x": (1, 2), "seal": first["seal"]})
+    assert not is_sealed({"x": [1, 2], "seal": first["seal"]})
     assert key_path().stat().st_mode & 0o777 == 0o600
     assert key_path().parent == state / "clusterddp"
 
 
 @pytest.mark.parametrize("spoil", ["open", "short", "link"])
 def test_a_key_that_others_may_know_is_refused(state: Path, spoil: str) -> None:
-    seal("a", 1)
+    sealed({"a": 1})
     key = key_path()
     if spoil == "open":
         key.chmod(0o644)
@@ -167,7 +172,7 @@ def test_a_key_that_others_may_know_is_refused(state: Path, spoil: str) -> None:
         key.rename(state / "elsewhere")
         key.symlink_to(state / "elsewhere")
     with pytest.raises(ClusterddpError, match=str(key)):
-        seal("a", 1)
+        sealed({"a": 1})
 
 
 @pytest.mark.root
@@ -185,7 +190,7 @@ def test_a_run_that_another_user_keeps_closed_hides_no_other_run(tmp_path: Path)
     program = (
         "import os, sys; from pathlib import Path; from clusterddp.run.find import find_run, list_runs\n"
         "runs = Path(sys.argv[1]); os.setuid(65533)\n"
-        "print([run.name for run in list_runs(runs)], find_run(runs, '@last').name)"
+        "print([run.name for run in list_runs(runs)], find_run(runs, 'open').name)"
     )
     argv = [sys.executable, "-c", program, str(tmp_path / "runs")]
     done = subprocess.run(argv, capture_output=True, text=True, check=False)

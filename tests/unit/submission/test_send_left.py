@@ -12,10 +12,10 @@ import pytest
 
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
-from clusterddp.planning.seal import sealed
 from clusterddp.run.attempts import failed, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import log_event
+from clusterddp.run.seal import sealed
 from clusterddp.submission.notices import send_left
 from clusterddp.system.files import read_json, read_jsonl, write_json
 from clusterddp.view.events import read_events, warn_of_unsent
@@ -104,7 +104,7 @@ def test_the_seal_of_one_run_is_none_for_another(tmp_path: Path, webhook: Webhoo
     plan, other = read_json(second.plan), read_json(first.plan)
     assert plan
     assert other
-    write_json(second.plan, plan | {"notify_seal": other["notify_seal"]})
+    write_json(second.plan, plan | {"seal": other["seal"]})
     send(second, HOOK=webhook.url)
     assert webhook.received == []
 

@@ -61,6 +61,7 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
         "created",
         "ended",
         "times",
+        "mark",
         "world_size",
     ]
     promised += ["progress", "ranks", "root_cause", "diagnosis", "start_phases", "nccl", "warning", "checkpoint"]
