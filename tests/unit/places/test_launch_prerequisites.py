@@ -20,6 +20,7 @@ from clusterddp.planning.prerequisites import storage_notes
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.train import NAMES, is_there
 from clusterddp.submission.submit import submit
+from clusterddp.system.python import module_command
 from clusterddp.system.storage import Mount
 from tests.support.launch_runs import plan_text
 
@@ -50,7 +51,8 @@ def test_a_job_whose_data_are_absent_is_refused_before_anything_is_made(
         PreflightError, match=r"cifar10 is not in .*/sets, and the nodes would look for it only after"
     ) as refused:
         submit(planned)
-    assert f"{shlex.quote(sys.executable)} -m clusterddp.train.data cifar10 {tmp_path}/sets" in str(refused.value.hint)
+    download = module_command("clusterddp.train.data", "cifar10", f"{tmp_path}/sets")
+    assert shlex.join(download) in str(refused.value.hint)
     assert not planned.run_dir.exists()
 
 

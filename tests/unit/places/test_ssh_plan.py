@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, move_plan, plan_on_hosts, plan_run, rename_plan
 from clusterddp.planning.ssh import SshPlan
 from clusterddp.spec.load import load_spec
+from clusterddp.system.python import module_command
 from tests.support.launch_runs import git, plan_text
 from tests.support.paths import ROOT
 
@@ -287,8 +289,8 @@ def test_the_dry_run_shows_hosts_what_is_sent_and_what_is_started(repository: Pa
         f"~/data  <- {repository}/data (1 file, 1.9 MiB)",
         "~/.clusterddp/code/<sha256 of the code>",
         "exec /bin/sh -c ",
-        "gpu02: ~/v/bin/python -m clusterddp.node.supervisor",
-        "python3 -m clusterddp.node.rank ~/.clusterddp/runs/",
+        "gpu02: ~/v/bin/python " + shlex.join(module_command("clusterddp.node.supervisor")[1:]),
+        f"python3 {shlex.join(module_command('clusterddp.node.rank')[1:])} ~/.clusterddp/runs/",
         "gpu01's address on it, a free port",
         "1 of gpu01's, leased at the start",
     ):
