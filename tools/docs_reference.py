@@ -29,6 +29,7 @@ PAGES = ROOT / "docs" / "reference"
 
 READ = {
     "CLUSTERDDP_RUNS": "Directory of the runs, as `--runs`. Default: `./runs`.",
+    "CLUSTERDDP_SAFE_DIRECTORIES": "Directories whose writers you trust, separated by `:`; see docs/storage.md.",
     "CLUSTERDDP_DEBUG": "`1`: errors come with a traceback, as with `--debug`.",
     "CLUSTERDDP_CONFIG": "File of the profiles. Default: `~/.config/clusterddp/config.yaml`. Empty: no profiles.",
     "CLUSTERDDP_PROJECT": "The project file. Default: the nearest `clusterddp.yaml` at the spec or above. Empty: none.",

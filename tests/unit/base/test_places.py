@@ -30,6 +30,8 @@ def named_in_code(path: Path) -> list[str]:
     """Return the names and texts of the code that name a place, without comments and docstrings."""
     tree = ast.parse(path.read_text())
     docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "Below"]
+    docs |= {id(call.args[-1]) for call in calls}  # the docstring of a file's name
     words = []
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in docs:
