@@ -22,9 +22,10 @@ def printed_by_slurm() -> Iterator[Target]:
 
     tag = "0" * 20
     stamps = ("2026-11-24T20:00:00", "N/A", "2026-11-25T20:00:00")
-    squeue = jobs.SEPARATOR.join(("17", "17", "N/A", "RUNNING", *stamps, "gpu", "2", "n[1-2]", "None", f"x.{tag}"))
-    array = jobs.SEPARATOR.join(("18", "17", "3", "PENDING", *stamps, "gpu", "2", "", "Resources", f"x.{tag}"))
-    sacct = jobs.SEPARATOR.join(("17_3", "CANCELLED by 0", "0:15", *stamps, "gpu", "2", "n[1-2]", f"x.{tag}"))
+    named = ("/runs/a/launcher", f"x.{tag}", f"clusterddp a {tag}")
+    squeue = jobs.SEPARATOR.join(("17", "17", "N/A", "RUNNING", *stamps, "gpu", "2", "n[1-2]", "None", *named))
+    array = jobs.SEPARATOR.join(("18", "17", "3", "PENDING", *stamps, "gpu", "2", "", "Resources", *named))
+    sacct = jobs.SEPARATOR.join(("17_3", "CANCELLED by 0", "0:15", *stamps, "gpu", "2", "n[1-2]", *named))
     show = f"JobId=17 JobName=x.{tag} UserId=a(1) JobState=RUNNING Reason=None Restarts=1 PreemptTime=None "
     show += f"RunTime=00:10:00 TimeLimit=1-00:00:00 StartTime={stamps[0]} EndTime={stamps[2]} SuspendTime=None"
     config = (
@@ -51,6 +52,7 @@ def printed_by_slurm() -> Iterator[Target]:
         for job in queue._newest(reader(text)).values():
             explain.explain_waiting(job)
             explain.explain_end(job)
+            explain.explain_end(job, began=False)
             repr(job.phase)
 
     def read_cluster(what: str, text: str) -> None:

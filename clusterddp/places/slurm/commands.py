@@ -5,9 +5,12 @@ And one running job, as `scontrol show job` prints it: its state, and the time t
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
+import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import datetime
@@ -16,6 +19,8 @@ from clusterddp.errors import SlurmError, SlurmReason
 from clusterddp.system.own_directory import SAFE_DIRECTORIES
 
 COMMAND_TIMEOUT_S = 30.0
+_TELL_EVERY_S = 1.0
+_MOST_STDERR_BYTES = 1 << 20
 _FOREIGN_PREFIXES = (
     *("SLURM_", "SBATCH_", "SRUN_", "SALLOC_"),
     *("SCANCEL_", "SQUEUE_", "SACCT_", "SINFO_", "PMI_", "PMIX_"),
@@ -77,7 +82,10 @@ def run_slurm(
 def call_slurm(
     argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Run one of Slurm's commands and return its result; standard error holds warnings."""
+    """Run one of Slurm's commands and return its result; standard error holds warnings.
+
+    What sbatch writes to it while it waits for the controller is passed on at once.
+    """
     environment = slurm_environment(environ, argv[0])
     program = shutil.which(argv[0], path=environment.get("PATH"))
     if program is None:
@@ -87,31 +95,66 @@ def call_slurm(
             transient=False,
             reason="no command",
         )
+    # Unlike a pipe, it can be read while the command runs.
+    said = os.memfd_create("stderr")
     try:
-        done = subprocess.run(
+        with subprocess.Popen(
             [program, *argv[1:]],
-            input=stdin if stdin is not None else "",
-            capture_output=True,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=said,
             text=True,
             errors="replace",
-            timeout=timeout_s,
             env=environment,
-            check=False,
-        )
-    except subprocess.TimeoutExpired as error:
-        raise SlurmError(f"{argv[0]}: no answer within {timeout_s:g} s", transient=True) from error
+        ) as process:
+            try:
+                stdout = _await_answer(process, stdin or "", said, argv[0], timeout_s)
+            except BaseException:
+                process.kill()
+                raise
+        stderr = os.pread(said, _MOST_STDERR_BYTES, 0).decode(errors="replace")
     except OSError as error:
         message = f"{argv[0]}: cannot be run: {error.strerror}"
         raise SlurmError(message, transient=False, reason="cannot run") from error
+    finally:
+        os.close(said)
+    done = subprocess.CompletedProcess(argv, process.returncode, stdout, stderr)
     if done.returncode != 0:
         raise _failure(done, argv[0])
     return done
 
 
+def _await_answer(process: subprocess.Popen[str], stdin: str, said: int, program: str, timeout_s: float) -> str:
+    """Wait until a command ends; return its standard output. `said`: the file that has its standard error.
+
+    Raises: SlurmError: it has not ended after `timeout_s`; the message quotes what it has written.
+    """
+    deadline, told = time.monotonic() + timeout_s, 0
+    given: str | None = stdin
+    while True:
+        try:
+            return process.communicate(given, timeout=min(_TELL_EVERY_S, max(0.0, deadline - time.monotonic())))[0]
+        except subprocess.TimeoutExpired:
+            given = None  # the process object has kept it
+        text = os.pread(said, _MOST_STDERR_BYTES, 0).decode(errors="replace")
+        if time.monotonic() >= deadline:
+            quote = _one_line(text, program)
+            raise SlurmError(f"{program}: no answer within {timeout_s:g} s" + (quote and f": {quote}"), transient=True)
+        lines, end, _ = text[told:].rpartition("\n")
+        if program == "sbatch" and lines:
+            print(lines, file=sys.stderr, flush=True)
+            told += len(lines + end)
+
+
+def _one_line(stderr: str, program: str) -> str:
+    """Put what a command wrote into one line, without its own name before each part."""
+    lines = (line.strip().removeprefix(f"{program}: ").removeprefix("error: ") for line in stderr.splitlines())
+    return "; ".join(line for line in lines if line)
+
+
 def _failure(done: subprocess.CompletedProcess[str], program: str) -> SlurmError:
-    """Make the error of a command: its standard error in one line, without its own name before each part."""
-    lines = (line.strip().removeprefix(f"{program}: ").removeprefix("error: ") for line in done.stderr.splitlines())
-    text = "; ".join(line for line in lines if line)
+    """Make the error of a command from what it wrote."""
+    text = _one_line(done.stderr, program)
     found = text.lower()
     reason = next((reason for phrase, reason in _REASONS.items() if phrase in found), None)
     # Without a cluster the message also has the name server's error, which looks transient.

@@ -115,6 +115,7 @@ _REFUSALS = (
         "have; resources.gpus_per_node, cpus_per_task and memory_gb ask for it, slurm.gres=gpu:h100:8 for a type",
     ),
     (r"accounting/qos policy", "sacctmgr show qos, and show associations user=$USER, list your limits"),
+    (r"unable to accept job", "the queue is full (MaxJobCount of scontrol show config): submit it later"),
     (r"time limit", "resources.time; sinfo -o '%P %l' lists what partitions allow"),
 )
 """sbatch's refusals, and what to do about each. Source: slurm, src/common/slurm_errno.c."""

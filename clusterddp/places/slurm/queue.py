@@ -308,7 +308,8 @@ class Slurm:
 
     def _squeue(self, cluster: str | None, owners: tuple[int, ...]) -> list[Job]:
         argv = ["squeue", "--noheader", "--array", "--states=all", *_of(owners)]
-        return read_squeue(self._run([*argv, *_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS.values())}"]))
+        argv += [*_on(cluster), f"--format={SEPARATOR.join(SQUEUE_FIELDS.values())}"]
+        return read_squeue(run_slurm(argv, environ=self._environ))
 
     def _sacct(self, undecided: list[Wanted]) -> list[Job]:
         """Ask for all jobs by their ids, and once more by time for those whose id is not known."""
@@ -324,7 +325,7 @@ class Slurm:
         argv = ["sacct", "--allocations", "--parsable2", "--noheader", "--duplicates", f"--delimiter={SEPARATOR}"]
         argv += [*_on(cluster), *_of(owners), f"--format={','.join(SACCT_FIELDS.values())}"]
         try:
-            jobs = [job for query in queries for job in read_sacct(self._run([*argv, query]))]
+            jobs = [job for query in queries for job in read_sacct(run_slurm([*argv, query], environ=self._environ))]
         except SlurmError as error:
             if error.reason not in {"accounting disabled", "no command"}:
                 raise
@@ -332,9 +333,6 @@ class Slurm:
             return []
         self.has_accounting = True
         return jobs
-
-    def _run(self, argv: list[str]) -> str:
-        return run_slurm(argv, environ=self._environ)
 
 
 def _on(cluster: str | None) -> list[str]:

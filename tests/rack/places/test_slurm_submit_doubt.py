@@ -147,3 +147,20 @@ def test_a_late_answer_of_sbatch_does_not_hide_the_follow_up_job(own_person: Slu
     assert (status["state"], *job_ids) == ("RUNNING", second, second), status["reason"]
     (place / "done").touch()
     assert own_person.clusterddp("wait").returncode == 0
+
+
+def test_the_words_of_an_sbatch_that_waits_for_room_are_shown_while_it_waits(own_person: SlurmPerson) -> None:
+    rack = own_person.rack
+    with (rack.dir / "etc/slurm/slurm.conf").open("a") as settings:
+        settings.write("MaxJobCount=3\n")
+    rack.run(HEAD, ["pkill", "-KILL", "-f", "slurmctld"])
+    rack.run(HEAD, ["slurmctld"])
+    wait_until(lambda: rack.run(HEAD, ["squeue", "-h"], check=False).returncode == 0)
+    for _ in range(3):  # the last one may have no room
+        own_person.slurm("timeout", "3", "sbatch", "--hold", "--wrap=true", check=False)
+    process = own_person.start("submit", "job.yaml")
+    assert process.stderr
+    lines = iter(process.stderr.readline, "")
+    assert any("unable to accept job, sleeping and retrying" in line for line in lines)
+    interrupt(own_person)
+    process.communicate(timeout=60)

@@ -234,6 +234,7 @@ def test_a_job_that_ended_before_its_script_began_says_so(ended: Job, words: str
         ("Invalid generic resource (gres) specification", "slurm.gres=gpu:h100:8"),
         ("Requested node configuration is not available", "slurm.gres=gpu:h100:8"),
         ("Job violates accounting/QOS policy (job submit limit, user's size and/or time limits)", "sacctmgr"),
+        ("no answer within 120 s: Slurm temporarily unable to accept job, sleeping and retrying", "submit it later"),
         ("Requested time limit is invalid (missing or exceeds some limit)", "resources.time"),
     ],
 )
