@@ -137,6 +137,8 @@ def test_a_rank_on_a_node_of_its_own_has_all_cores(confined):
     text = spec(place, ranks=1, more=", exclusive: true").replace("cpus_per_task: 1, ", "")
     run = place.submit(text)
     place.await_status(run, lambda _: len(seen(run, 2)) == 2)
+    beside = place.clusterddp("exec", run.name, "--rank", "1", "--", "grep", "Cpus_allowed_list", "/proc/self/status")
+    assert beside.stdout.split() == ["Cpus_allowed_list:", "0-1"]
     say(place, "end")
     assert end(place, run) == {}
     assert [look["cores"] for look in seen(run, 2)] == [[0, 1], [0, 1]]
