@@ -92,6 +92,8 @@ class Attempt:
         """When the ranks that are left have to be ended, because the batch system kills them soon after."""
         self.connected = False
         """True when a node has seen a connection to the master's address and port, or cannot see any."""
+        self.meets: bool | None = None
+        """Whether a rank was seen in a collective; None: it is not known."""
         self.running: set[int] = {rank for node in gang.nodes for rank in node.ranks}
         self._run = run
         self._gang = gang
@@ -205,16 +207,19 @@ class Attempt:
         return AttemptEnd(outcome="COMPLETED", reason=reason)
 
     def warn_of_apart(self, end: AttemptEnd, address: str, port: int) -> str:
-        """Return a warning where ranks on several hosts ended well and none has connected to the master.
+        """Return a warning where several ranks ended well and have not met, as far as it was seen.
 
-        Ranks that meet by a file make no such connection.
+        Ranks on one host may connect to what they like, and those that meet by a file connect to no master.
         """
         gang = self._gang
-        on_one_host = len({node.host for node in gang.nodes}) == 1
-        if end.outcome != "COMPLETED" or self.connected or on_one_host or gang.entry.init == "file":
+        alone = f"each of the {gang.num_ranks} ranks may have trained alone"
+        may_meet_elsewhere = len({node.host for node in gang.nodes}) == 1 or gang.entry.init == "file"
+        if end.outcome != "COMPLETED" or gang.num_ranks == 1:
             return ""
-        num_ranks = gang.num_ranks
-        return f"no rank connected to {address}:{port}; each of the {num_ranks} ranks may have trained alone"
+        if not self.connected and not may_meet_elsewhere:
+            return f"no rank connected to {address}:{port}; {alone}"
+        is_seen = self.meets is not False or gang.entry.spawns  # not of ranks that a program starts
+        return "" if is_seen else f"no rank was seen in a collective; {alone}, which is right if they need not meet"
 
     def _stopped(self, reason: str) -> AttemptEnd:
         if self.job_failure is None:

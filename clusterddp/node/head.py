@@ -338,6 +338,7 @@ class Head:
         attempt = self._attempt
         if attempt.begun is not None and not self._start.written:
             self._record_start(now)
+        attempt.meets = self._usage.meets
         end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
         restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
         cancelled = is_file(self._run.cancel_file)

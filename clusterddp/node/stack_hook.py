@@ -92,12 +92,15 @@ def read_pace(most: int = 200) -> dict[str, Any]:
     """Read how far the program is, and when it entered its newest collectives.
 
     `entered`: the newest `most` of the default group, oldest first: number, kind, nanoseconds since the epoch. Two of
-    one kind have the same name and the same sizes, as a bucket of gradients in each step.
+    one kind have the same name and the same sizes, as a bucket of gradients in each step. `meets`: whether the program
+    has entered any collective of any group; None: that is not known.
     """
     reached = getattr(sys.modules.get("clusterddp.run.metrics"), "reached", None)
-    entered = []
+    entered, meets = [], None
     with contextlib.suppress(Exception):  # as in `read_collectives`
-        for entry in _dump_recorder().get("entries", ())[-most:]:
+        recorded = _dump_recorder()
+        meets = bool(recorded.get("entries")) if recorded else None
+        for entry in recorded.get("entries", ())[-most:]:
             if not entry["is_p2p"] and entry["process_group"][1] == _DEFAULT_GROUP:
                 kind = zlib.crc32(f"{entry['profiling_name']} {entry['input_sizes']}".encode()) & 0xFFFF
                 entered.append((int(entry["collective_seq_id"]), kind, int(entry["time_created_ns"])))
@@ -105,6 +108,7 @@ def read_pace(most: int = 200) -> dict[str, Any]:
         "step": getattr(reached, "step", None),
         "own_step_s": getattr(reached, "own_step_s", None),
         "entered": entered,
+        "meets": meets,
     }
 
 

@@ -47,6 +47,7 @@ _RANK = {
     "step": int | None,
     "own_step_s": float | None,
     "entered": list[tuple[int, int, int]] | None,
+    "meets": bool | None,
 }
 Entered = Mapping[int, tuple[int, float]]
 """By the number of a collective: what it is, and when a rank entered it, in seconds of the head's clock."""
@@ -88,6 +89,8 @@ class UsageWatch:
         self._late_before: frozenset[int] = frozenset()
         self._named: frozenset[int] = frozenset()
         self._last: UsageReport | None = None
+        self.meets: bool | None = None
+        """Whether a rank was seen in a collective; None: not all ranks have said so far."""
 
     def on_report(self, node_rank: int, report: Message, _now: float) -> None:
         """Take in the answer of a node; what is no answer leaves its ranks out."""
@@ -132,6 +135,10 @@ class UsageWatch:
         """Write what the ranks use, and name stragglers."""
         if not collection.ranks:
             return
+        meet = [each.pop("meets") for each in collection.ranks.values()]
+        self.meets = (
+            self.meets or any(meet) or (False if len(meet) == meet.count(False) == self._gang.num_ranks else None)
+        )
         pace = self._pace(collection)
         named = self._find_stragglers(pace, collection.error_s)
         ranks = tuple(
@@ -451,7 +458,7 @@ class _Look:
             answer = read_object(asked.data) if asked is not None else {}
             newest = answer.get("entered", [])[-self.most :]
             entered = [[number, kind, round(at / 1e3 - self.received * 1e6)] for number, kind, at in newest]
-            return {"step": answer.get("step"), "own_step_s": answer.get("own_step_s"), "entered": entered}
+            return {key: answer.get(key) for key in ("step", "own_step_s", "meets")} | {"entered": entered}
         except (ValueError, TypeError):
             return {}
 

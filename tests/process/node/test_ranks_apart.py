@@ -1,4 +1,4 @@
-"""Ranks on several hosts that complete without a connection to the master: the end has a warning."""
+"""Ranks that complete without a connection to the master, or without a collective: the end has a warning."""
 
 from __future__ import annotations
 
@@ -65,6 +65,50 @@ def test_ranks_that_meet_by_a_file_need_no_connection(tmp_path: Path) -> None:
 
 def test_ranks_of_one_host_may_meet_where_they_like(tmp_path: Path) -> None:
     gang = make_gang(tmp_path, "print('here')", nodes=1)
+    assert warning_of(tmp_path, "", gang) == ""
+
+
+TRAIN = """
+import torch, torch.distributed as dist
+model = torch.nn.Linear(4, 1)
+{prepare}
+end = time.monotonic() + {lasts_s}
+while time.monotonic() < end:
+    loss = model(torch.randn(8, 4)).pow(2).mean()
+    loss.backward()
+    time.sleep(0.1)
+{close}
+"""
+JOIN = "dist.init_process_group('gloo')"
+WRAP = "; model = torch.nn.parallel.DistributedDataParallel(model)"
+CLOSE = "dist.destroy_process_group()"
+ALONE = (
+    "no rank was seen in a collective; each of the 2 ranks may have trained alone, which is right if they need not meet"
+)
+
+
+@pytest.mark.parametrize(
+    ("prepare", "close", "nodes", "expected"),
+    [
+        ("", "", 1, ALONE),
+        (JOIN, CLOSE, 2, ALONE),
+        (JOIN + WRAP, CLOSE, 1, ""),
+        (JOIN, "dist.barrier(); time.sleep(8); " + CLOSE, 1, ""),
+    ],
+    ids=["no group", "an unused group on 2 hosts", "DDP", "met late"],
+)
+def test_ranks_that_were_seen_in_no_collective_are_warned_of(
+    tmp_path: Path, prepare: str, close: str, nodes: int, expected: str
+) -> None:
+    program = TRAIN.format(prepare=prepare, close=close, lasts_s=9)
+    gang = make_gang(tmp_path, program, nodes=nodes, ranks_per_node=2 // nodes)
+    with started(tmp_path, gang) as run:
+        assert run.await_end(40) == [0] * nodes, run.logs()
+        assert (run.end().outcome, run.end().warning) == ("COMPLETED", expected)
+
+
+def test_ranks_whose_program_knows_nothing_of_torch_need_not_meet(tmp_path: Path) -> None:
+    gang = make_gang(tmp_path, "time.sleep(7)", nodes=1)
     assert warning_of(tmp_path, "", gang) == ""
 
 
