@@ -15,6 +15,7 @@ from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.system.files import read_json, write_json
+from tests.support.launch_runs import git
 from tests.support.ssh_place import SshPlace, send, ssh_place_on
 from tests.support.ssh_traces import command_of
 from tests.support.waiting import PATIENCE, wait_until
@@ -94,6 +95,28 @@ def test_a_script_runs_from_the_snapshot_of_the_code_with_the_data_beside_it(pla
     assert await_end(place, run).outcome == "COMPLETED"
     there = place.host_run_dir("node2", run)
     assert "from the snapshot 3 " in there.attempt(0).stdout(3).read_text()
+
+
+def test_hosts_have_submodules_and_what_is_installed_as_editable_on_the_laptop(place: SshPlace) -> None:
+    library, party, site = (place.path / name for name in ("lib/models", "party", "laptop/site-packages"))
+    for directory in (library, party, site):
+        directory.mkdir(parents=True)
+    for package in (library, party):
+        (package / "__init__.py").write_text("PLACE = __file__.rpartition('/code/')[2]\n")
+    (site / "__editable__.models-1.pth").write_text(f"{library.parent}\n")
+    git(party, "init")
+    git(party, "add", "-A")
+    git(party, "commit", "-m", "one")
+    git(place.path, "init")
+    (place.path / ".gitignore").write_text("runs/\nlaptop/\n")
+    git(place.path, "-c", "protocol.file.allow=always", "submodule", "add", "./party", "party")
+    (place.path / "job.py").write_text("import models, party\nprint(models.PLACE, party.PLACE)\n")
+    (place.path / "job.yaml").write_text(SPEC + "entry: {script: job.py}\n")
+    place.clusterddp("submit", "job.yaml", environ={"PYTHONPATH": str(site)})
+    run = place.run_dir()
+    assert await_end(place, run).outcome == "COMPLETED"
+    logs = place.host_run_dir("node2", run).attempt(0)
+    assert logs.stdout(3).read_text() == "lib/models/__init__.py party/__init__.py\n"
 
 
 def test_ranks_that_meet_on_each_host_alone_are_warned_of(place: SshPlace) -> None:
