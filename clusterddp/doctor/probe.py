@@ -26,6 +26,7 @@ from clusterddp.facts.machine import Machine, read_machine
 from clusterddp.facts.torch import import_torch
 from clusterddp.network.interface import is_loopback, resolve
 from clusterddp.network.port import bind_port
+from clusterddp.network.rendezvous.connection import prove
 from clusterddp.wire import read_object
 
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
@@ -79,16 +80,11 @@ def _answer_nodes(nonce: str, ports: range, num_nodes: int) -> None:
                 connection.settimeout(_ANSWER_S)
                 asked = connection.recv(_CHALLENGE + _PROOF, socket.MSG_WAITALL).decode("ascii", "replace")
                 challenge, proof = asked[:_CHALLENGE], asked[_CHALLENGE:]
-                if hmac.compare_digest(proof.encode(), _prove(nonce, challenge).encode()):
+                if hmac.compare_digest(proof.encode(), prove(nonce.encode(), challenge.encode())):
                     moment = repr(time.time())
-                    answer = {"time": moment, "proof": _prove(nonce, challenge + moment)}
+                    answer = {"time": moment, "proof": prove(nonce.encode(), (challenge + moment).encode()).decode()}
                     connection.sendall(json.dumps(answer).encode())
                     answered, deadline = answered + 1, time.monotonic() + _WAY_S
-
-
-def _prove(nonce: str, text: str) -> str:
-    """Prove the knowledge of the nonce, which never goes over the network itself."""
-    return hmac.new(nonce.encode(), text.encode(), "sha256").hexdigest()
 
 
 def _listen(ports: range) -> socket.socket:
@@ -112,10 +108,10 @@ def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dic
                 with socket.create_connection((address, port), timeout=_ANSWER_S) as connection:
                     asked_at, own_address = time.time(), connection.getsockname()[0]
                     challenge = secrets.token_hex(_CHALLENGE // 2)
-                    connection.sendall((challenge + _prove(nonce, challenge)).encode())
+                    connection.sendall(challenge.encode() + prove(nonce.encode(), challenge.encode()))
                     answer = read_object(connection.recv(4096))
                     moment, proof = str(answer["time"]), str(answer["proof"])
-                    if not hmac.compare_digest(proof.encode(), _prove(nonce, challenge + moment).encode()):
+                    if not hmac.compare_digest(proof.encode(), prove(nonce.encode(), (challenge + moment).encode())):
                         raise ValueError("an answer without proof")
                     there = float(moment)
             except (ValueError, KeyError):

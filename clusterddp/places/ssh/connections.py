@@ -17,7 +17,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass, field, replace
 from typing import IO, TYPE_CHECKING, Any, TypeVar
 
-from clusterddp.errors import ClusterddpError, SshError
+from clusterddp.errors import SshError
 from clusterddp.places.ssh.config import Destination, resolve
 from clusterddp.places.ssh.keys import check_host_key, read_known_keys, signing_algorithms
 
@@ -186,8 +186,7 @@ def blamed(host: str) -> Iterator[None]:
     except SshError:
         raise
     except Exception as error:
-        name = "" if isinstance(error, ClusterddpError) else f"what it sends cannot be read: {type(error).__name__}: "
-        raise SshError(host, "ask", f"{name}{error}", dropped=True) from error
+        raise SshError(host, "ask", f"its answer is invalid: {type(error).__name__}: {error}", dropped=True) from error
 
 
 def fulfil(future: Future[_Result | SshError], function: Callable[..., _Result], *words: Any) -> None:

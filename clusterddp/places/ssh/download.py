@@ -33,7 +33,7 @@ PIECE_BYTES = 4 << 20
 _TURN_BYTES = 64 << 20
 """How many bytes of growing files are downloaded before the records."""
 _SPARE_BYTES, _MAX_SPARE_BYTES = 16 << 20, 512 << 20
-"""How much of the disk stays free: 5 % of it, within these bounds. What a host sends may grow without end."""
+"""How much of the disk stays free: 5 % of it, within these bounds; of records at most the first. Hosts may send on."""
 _OVERLAP_BYTES = 256
 """How much of the end of a copy is requested again: a file that has other bytes there was replaced."""
 _MAX_PARTS = 256
@@ -199,10 +199,7 @@ def _set_aside(path: Path) -> None:
 def _write_piece(path: Path, offset: int, data: bytes, mtime_ns: int | None) -> None:
     """Write a piece at its offset; `mtime_ns`: the file's mtime, when the piece completes it."""
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    free, spare = _read_room(path.parent)
-    if free < len(data) + spare:
-        kept = f"{os.strerror(errno.ENOSPC)}, of which {spare / 1e6:.0f} MB stay free"
-        raise OSError(errno.ENOSPC, kept, str(path))
+    _demand_room(path, len(data), _spare_of(path.parent))
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         view = memoryview(data)
@@ -234,6 +231,7 @@ def _replace(session: Session, host_run: HostRun, files: Mapping[str, Listed], *
                 continue  # it is being replaced, too large for a record, or the answer was full: retried next time
             place = host_run.place_of(part["path"])
             place.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _demand_room(place, len(data), min(_SPARE_BYTES, shutil.disk_usage(place.parent).total // 20))
             write_bytes(place, data, exclusive=only_missing)
             with contextlib.suppress(FileNotFoundError):
                 os.utime(place, ns=(answer["mtime_ns"], answer["mtime_ns"]))
@@ -310,18 +308,23 @@ def _download_file(session: Session, host_run: HostRun, path: str, listed: Liste
 
 def _check_room(host_run: HostRun, num_bytes: int) -> None:
     """Raises: ClusterddpError: the disk has too little room."""
-    free, spare = _read_room(host_run.run.path)
-    if num_bytes + spare > free:
+    free = shutil.disk_usage(host_run.run.path).free
+    if num_bytes + _spare_of(host_run.run.path) > free:
         raise ClusterddpError(
             f"{host_run.run.path}: {num_bytes / 1e6:.1f} MB to download from {host_run.host}, {free / 1e6:.1f} MB free",
             hint=f"free some space, then clusterddp status {host_run.run.name} downloads them",
         )
 
 
-def _read_room(path: Path) -> tuple[int, int]:
-    """Return how many bytes of the disk are free, and how many have to stay so."""
-    disk = shutil.disk_usage(path)
-    return disk.free, max(_SPARE_BYTES, min(_MAX_SPARE_BYTES, disk.total // 20))
+def _spare_of(directory: Path) -> int:
+    """Return how many bytes of its disk stay free."""
+    return max(_SPARE_BYTES, min(_MAX_SPARE_BYTES, shutil.disk_usage(directory).total // 20))
+
+
+def _demand_room(path: Path, num_bytes: int, spare: int) -> None:
+    """Raises: OSError: with a file of this size less than `spare` bytes of the disk would stay free."""
+    if shutil.disk_usage(path.parent).free < num_bytes + spare:
+        raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}, of which {spare / 1e6:.0f} MB stay free", str(path))
 
 
 def _is_here(place: Path, listed: Listed) -> bool:

@@ -239,7 +239,7 @@ def test_whatever_breaks_the_work_on_one_host_is_an_error_of_that_host(hosts: Ag
     hosts.start()
     hosts.look()
     reports = read_reports(hosts.run)
-    assert "what it sends cannot be read: IndexError: an odd packet" in str(reports["gpu01"].error)
+    assert "its answer is invalid: IndexError: an odd packet" in str(reports["gpu01"].error)
     assert reports["gpu02"].error is None
 
 

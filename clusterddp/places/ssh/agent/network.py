@@ -26,6 +26,7 @@ from typing import Any
 from clusterddp.network.choice import Outcome, Probe, Target
 from clusterddp.network.interface import read_links
 from clusterddp.network.port import bind_port, hold_port, reserve_port
+from clusterddp.network.rendezvous.connection import prove
 from clusterddp.places.ssh.agent.operations import Body, Host
 
 PAYLOAD = 1 << 15
@@ -107,7 +108,8 @@ class Listener(socketserver.ThreadingTCPServer):
             with contextlib.suppress(OSError):
                 question = _receive(request, time.monotonic() + _ANSWER_S)
                 if len(question) == PAYLOAD:
-                    request.sendall(f"{self._name} {_sign(self._nonce, question, self._name)}".encode().ljust(PAYLOAD))
+                    name = self._name.encode()
+                    request.sendall((name + b" " + prove(self._nonce.encode(), question + name)).ljust(PAYLOAD))
                     request.recv(1)
         finally:
             self._free.release()
@@ -152,14 +154,10 @@ def _ask(sock: socket.socket, wanted: str, nonce: str, deadline: float) -> tuple
         return "stuck", ""
     except OSError:
         return "stranger", ""  # a host of this run does not hang up
-    name, _, signature = answer.decode(errors="replace").rstrip().partition(" ")
-    if not hmac.compare_digest(signature.encode(), _sign(nonce, question, name).encode()):
+    name, _, proof = answer.rstrip().partition(b" ")
+    if not hmac.compare_digest(proof, prove(nonce.encode(), question + name)):
         return "stranger", ""
-    return ("reached", "") if name == wanted else ("stranger", name)
-
-
-def _sign(nonce: str, question: bytes, name: str) -> str:
-    return hmac.new(nonce.encode(), question + name.encode(), "sha256").hexdigest()
+    return ("reached", "") if name == wanted.encode() else ("stranger", name.decode(errors="replace"))
 
 
 def _receive(sock: socket.socket, deadline: float) -> bytes:
