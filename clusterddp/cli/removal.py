@@ -51,7 +51,7 @@ from clusterddp.run.removal import (
 from clusterddp.run.seal import mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
-from clusterddp.system.directories import finish_removals
+from clusterddp.system.directories import find_remnants, finish_removals
 from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
 
@@ -139,6 +139,8 @@ def rm(
         say(f"no such run in {runs_dir}")
     if removal.unfinished:
         say(f"{format_count(removal.unfinished, 'run')} not ended, and left out")
+    for path in find_remnants(removal.runs_dir):
+        say(printable(f"{path} is left of a removal that was killed, and goes, too"))
     if not options.dry_run and (removal.candidates or options.yes):
         if not _confirm(removal, code, options):
             return 1

@@ -22,6 +22,7 @@ from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.system.directories import own_directories
 from clusterddp.system.files import read_json, sync_directory, write_json, write_text
+from clusterddp.system.own_directory import find_fault
 
 _FOREIGN_AFTER_S = 24 * 3600.0
 """The age at which a staging directory of another machine is removed; its submitter cannot be checked from here."""
@@ -65,8 +66,11 @@ def staged(runs_dir: Path) -> Iterator[Path]:
 
 
 def remove_abandoned(runs_dir: Path) -> None:
-    """Remove the staging directories of killed submits; those of submits under way stay."""
-    for path in own_directories(runs_dir):
+    """Remove the staging directories of killed submits; those of submits under way stay.
+
+    Where other users can rename a run, they could give it such a name, and nothing is removed.
+    """
+    for path in own_directories(runs_dir) if find_fault(runs_dir) is None else ():
         with contextlib.suppress(OSError):
             if path.name.startswith(STAGING_PREFIX) and _is_abandoned(path):
                 shutil.rmtree(path, ignore_errors=True)

@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from clusterddp.system.files import sync_directory
+from clusterddp.system.own_directory import find_fault
 
 REMOVED = ".removed-"
 _REMOVING = ".removing-"
@@ -77,12 +78,19 @@ def remove_directory(
     return True
 
 
+def find_remnants(folder: Path) -> list[Path]:
+    """List what removals that were killed have left in a folder; none where others can give a run such a name."""
+    if find_fault(folder) is not None:
+        return []
+    hidden = [path for path in own_directories(folder) if is_hidden(path)]
+    return [path for path in hidden if path.name.startswith(REMOVED) or _is_abandoned(path)]
+
+
 def finish_removals(folder: Path) -> None:
     """Delete what removals that were killed have left in a folder."""
-    for path in own_directories(folder):
-        if path.name.startswith(REMOVED) or (path.name.startswith(_REMOVING) and _is_abandoned(path)):
-            with contextlib.suppress(OSError):
-                _delete(path)
+    for path in find_remnants(folder):
+        with contextlib.suppress(OSError):
+            _delete(path)
 
 
 def is_hidden(path: Path) -> bool:

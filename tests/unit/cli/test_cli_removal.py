@@ -234,6 +234,16 @@ def test_a_run_behind_a_link_is_refused_and_not_selected(
     assert left(runs) == ["brisk-otter-1"]
 
 
+def test_what_a_killed_removal_has_left_is_named_and_goes(runs: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    ended(runs, "brisk-otter-1")
+    (runs / ".removed-calm-fox-1-01234567").mkdir()
+    words = f"{runs / '.removed-calm-fox-1-01234567'} is left of a removal that was killed, and goes, too"
+    assert words in command(capfd, "rm", "-n", "brisk-otter-1")[2]
+    assert left(runs) == [".removed-calm-fox-1-01234567", "brisk-otter-1"]
+    assert words in command(capfd, "rm", "--yes", "brisk-otter-1")[2]
+    assert left(runs) == []
+
+
 @pytest.mark.parametrize("link", ["code", "snapshot"])
 def test_code_goes_with_the_last_run_that_links_to_it(runs: Path, link: str, capfd: pytest.CaptureFixture[str]) -> None:
     run = ended(runs, "brisk-otter-1")

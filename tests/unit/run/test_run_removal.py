@@ -11,12 +11,14 @@ from typing import Any
 import pytest
 
 from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.places.staging import remove_abandoned
 from clusterddp.run.code import SnapshotPlan, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.removal import find_unused_snapshots, fingerprint, measure_run, remove_place, remove_snapshots
 from clusterddp.system import directories
 from clusterddp.system.directories import finish_removals
+from clusterddp.system.files import write_json
 from clusterddp.system.units import parse_age
 from tests.support.handmade_runs import complete, make_run, start_attempt
 
@@ -133,6 +135,20 @@ def test_a_removal_that_another_process_checks_is_left_to_it(runs: Path) -> None
     (runs / ".removing-brisk-otter-3-1234").mkdir(parents=True)
     finish_removals(runs)
     assert os.listdir(runs) == [".removing-brisk-otter-3-1234"]
+
+
+@pytest.mark.parametrize(("mode", "left"), [(0o755, 0), (0o1777, 0), (0o777, 2)])
+def test_a_hidden_name_proves_no_removal_where_others_can_rename_a_run(
+    run: RunDir, runs: Path, mode: int, left: int
+) -> None:
+    make_run(runs, "calm-fox-1").path.rename(runs / ".staging-0123456789abcdef")
+    write_json(runs / ".staging-0123456789abcdef" / "run.json", {"submitter": {}})
+    os.utime(runs / ".staging-0123456789abcdef", (1, 1))
+    run.path.rename(runs / ".removed-x-01234567")
+    runs.chmod(mode)
+    finish_removals(runs)
+    remove_abandoned(runs)
+    assert len(os.listdir(runs)) == left
 
 
 def test_a_file_system_that_refuses_is_named(run: RunDir, runs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
