@@ -99,8 +99,7 @@ def _cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, st
     for run in stopping:
         request_stop(run.attempts()[-1].stop_file, "cancel --save")
     assert record.job_tag is not None
-    jobs = [views[run].job for run, _ in of_array]
-    names = {job_name(record.name, record.job_tag), *(job.name for job in jobs if job)}
+    names = {job_name(record.name, record.job_tag), *(job.name for run, _ in of_array if (job := views[run].job))}
     if stopping:
         # A slow file system may show them their stop files late.
         _scancel(names, record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
