@@ -239,7 +239,8 @@ class Silence:
             return self._gang.hang_after_s
         if self._limit_of_size != self._metrics_size:
             self._limit_of_size = self._metrics_size
-            self._limit_s = limit_by_rows(read_last_jsonl(self._run.metrics, _TAIL_BYTES))
+            with contextlib.suppress(OSError, ClusterddpError):  # a program may have put anything there
+                self._limit_s = limit_by_rows(read_last_jsonl(self._run.metrics, _TAIL_BYTES))
         return self._limit_s
 
     def _look(self, now: float) -> None:

@@ -300,8 +300,9 @@ def _source_line(frame: Frame) -> str:
     if frame.file.startswith("<"):
         return ""
     try:
-        lines = read_regular(Path(frame.file), _MAX_SOURCE_BYTES).decode("utf-8", errors="replace").splitlines()
+        data = read_regular(Path(frame.file), _MAX_SOURCE_BYTES, follow=True)
     except (OSError, ClusterddpError):
         return ""
+    lines = data.decode("utf-8", errors="replace").splitlines()
     line = lines[frame.line - 1].strip().partition("  # ")[0] if 0 < frame.line <= len(lines) else ""
     return line if len(line) <= _MAX_SOURCE_LINE else f"{line[: _MAX_SOURCE_LINE - 3]}..."

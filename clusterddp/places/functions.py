@@ -19,15 +19,13 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError, RankError, RunCancelledError, RunFailedError, UsageError
-from clusterddp.run.call import PYTHON, different_python, origin_line, read_origin
+from clusterddp.run.call import MAX_PICKLE_BYTES, PYTHON, different_python, origin_line, read_origin
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import read_gang, read_ranks
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunState, RunView
-from clusterddp.system.files import open_regular, write_bytes
+from clusterddp.system.files import open_regular, read_regular, write_bytes
 
-MAX_PICKLE_BYTES = 10**9
-"""As submitit's max_pickle_size_gb."""
 _MAX_ARGUMENT, _MAX_ARGUMENTS = 40, 200
 """How many characters a plan shows of an argument, and of all."""
 
@@ -90,7 +88,7 @@ def write_submission(run: RunDir, data: bytes | None, parent: RunDir | None, *, 
         theirs = read_origin(parent.submission)["python"]
         if here and theirs != PYTHON:
             raise UsageError(different_python(theirs, PYTHON))
-        data = parent.submission.read_bytes()
+        data = read_regular(parent.submission, MAX_PICKLE_BYTES)
     write_bytes(run.submission, data)
 
 

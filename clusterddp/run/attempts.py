@@ -30,7 +30,7 @@ from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.record import ProcessIdentity, RankEnd, drop_secrets, read_run, write_run
 from clusterddp.system.directories import state_directory
-from clusterddp.system.files import build_record, read_json, sync_directory, write_json
+from clusterddp.system.files import build_record, read_json, read_regular, sync_directory, write_json
 from clusterddp.system.storage import is_outage, retry_outage, storage_timeout_s
 
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
@@ -238,13 +238,12 @@ def deliver_end(attempt: AttemptDir, token: str, end: AttemptEnd) -> None:
 def read_error_file(path: Path) -> tuple[str | None, str | None]:
     """Read what the rank, or torch's @record, wrote into TORCHELASTIC_ERROR_FILE: the exception, the traceback."""
     try:
-        with path.open(encoding="utf-8", errors="replace") as file:
-            message: Any = json.loads(file.read(1_000_000))["message"]
+        message: Any = json.loads(read_regular(path, 1_000_000).decode(errors="replace"))["message"]
         if not isinstance(message, dict):
             return _gist(str(message)), None
         traceback = (message.get("extraInfo") or {}).get("py_callstack")
         return _gist(str(message["message"])), str(traceback)[-_MAX_TRACEBACK:] if traceback else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+    except (OSError, ClusterddpError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return None, None
 
 

@@ -22,6 +22,8 @@ from clusterddp.system.files import open_regular
 PYTHON = f"{sys.version_info[0]}.{sys.version_info[1]}"
 CARRIED = Path(__file__).parents[1] / "carried"
 """On a host over SSH: cloudpickle, and what of submitit a submission needs (places/ssh/session.py)."""
+MAX_PICKLE_BYTES = 10**9
+"""As submitit's max_pickle_size_gb."""
 _MAX_LINE = 65536
 
 
@@ -63,7 +65,7 @@ def load_call(run: RunDir) -> Any:
             )
         sys.path.append(str(CARRIED))
     try:
-        with open(run.submission, "rb") as file:
+        with open_regular(run.submission) as file:
             return pickle.load(file)  # noqa: S301
     except Exception as error:
         hint = ""

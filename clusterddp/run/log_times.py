@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.system.files import append_jsonl, open_regular
+from clusterddp.system.files import MAX_ROW_BYTES, append_jsonl, open_regular
 from clusterddp.wire import read_object
 
 NOTE_EVERY_S = 5.0
@@ -97,9 +97,9 @@ class LogTimesReader:
                 return
             with open_regular(self._path) as file:
                 file.seek(self._position)
-                for line in file:
-                    if not line.endswith(b"\n"):
-                        break
+                while (line := file.readline(MAX_ROW_BYTES)).endswith(
+                    b"\n"
+                ):  # else it is being written, or far too long
                     self._position += len(line)
                     self._take(line)
         except (OSError, ClusterddpError):

@@ -19,10 +19,11 @@ from typing import Any, Literal, TypedDict, TypeVar
 from clusterddp.run.directory import SWEEP_RECORD, AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.job_tag import is_tag
-from clusterddp.system.files import append_jsonl, build_record, read_record, write_json
+from clusterddp.system.files import append_jsonl, build_record, read_last_jsonl, read_record, write_json
 from clusterddp.system.processes import read_process
 
 _T = TypeVar("_T")
+_MAX_HISTORY_BYTES = 1 << 24
 Restart = Literal["none", "here", "another job"]
 """Who starts the next attempt: no process, the same supervisors, or another start of the batch job."""
 FOREIGN = "none"
@@ -292,6 +293,21 @@ def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
     """Append an event and its time to the run's history; a failed write is ignored, since no code depends on it."""
     with contextlib.suppress(OSError):
         append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
+
+
+def read_events(directory: RunDir) -> list[dict[str, Any]]:
+    """Read the history of a run, oldest first, of a very long one its end.
+
+    A host, or another user, may have written a row: one whose event, attempt or time is none is left out.
+    Raises: ClusterddpError: it is no regular file.
+    """
+    return [
+        row
+        for row in read_last_jsonl(directory.events, _MAX_HISTORY_BYTES)
+        if isinstance(row.get("event"), str)
+        and isinstance(row.get("attempt"), int | None)
+        and isinstance(row.get("time"), int | float | None)
+    ]
 
 
 def boot_id() -> str:

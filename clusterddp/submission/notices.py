@@ -28,11 +28,11 @@ from clusterddp.run.notices import (
     view_of_sweep,
     webhook_address,
 )
-from clusterddp.run.record import FOREIGN, read_run
+from clusterddp.run.record import FOREIGN, read_events, read_run
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunView
 from clusterddp.run.sweep import SweepDir
-from clusterddp.system.files import build_record, read_jsonl
+from clusterddp.system.files import build_record
 
 PATIENCE_S = SEND_S + 5.0
 """How long `wait` stays after the end of a run for the head's result, and for its own."""
@@ -115,10 +115,10 @@ def _read_notify(run: RunDir) -> Notify | None:
 
 def _results(run: RunDir, launcher: str, notify: Notify, about: Message) -> tuple[set[str], set[str]]:
     """Return the channels by which the message about the end is sent, and those that the head may be trying."""
-    rows = read_jsonl(run.events) if run.events.exists() else iter(())
-    ends = [row for row in rows if row.get("what") in ("end", "fail") and row.get("attempt") == about.attempt]
-    sent = {row["by"] for row in ends if row.get("event") == "notified"}
-    failed = {row["by"] for row in ends if row.get("event") == "notify_failed"}
+    rows = (row for row in read_events(run) if row.get("attempt") == about.attempt and isinstance(row.get("by"), str))
+    ends = [row for row in rows if row.get("what") in ("end", "fail")]
+    sent = {row["by"] for row in ends if row["event"] == "notified"}
+    failed = {row["by"] for row in ends if row["event"] == "notify_failed"}
     of_head = set(notify.channels)
     if launcher == FOREIGN or time.time() > about.time + _HEAD_S:
         of_head = set()

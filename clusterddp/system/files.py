@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import re
@@ -18,6 +19,7 @@ from clusterddp.wire import build, read_object, read_value
 
 MAX_RECORD_BYTES = 1 << 26
 """The largest record that is read; the plan of a thousand nodes has one MiB."""
+MAX_ROW_BYTES = 1 << 20
 _T = TypeVar("_T")
 _HALVES = re.compile("[\ud800-\udfff]")
 _TAIL_BYTES = 8_192
@@ -102,27 +104,34 @@ def build_record(kind: type[_T], value: Any, where: str) -> _T:
         raise ClusterddpError(f"{where}: not a {kind.__name__}: {what}") from error
 
 
-def open_regular(path: Path) -> BinaryIO:
+def open_regular(path: Path | bytes, *, follow: bool = False) -> BinaryIO:
     """Open a file that another user may have made; it never waits for a pipe or reads a device.
 
-    Raises: ClusterddpError: it is no regular file. OSError: it cannot be opened.
+    `follow`: a link to a file will do.
+    Raises: ClusterddpError: it is no regular file, or a link. OSError: it cannot be opened.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb")  # noqa: SIM115
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise ClusterddpError(f"{path}: is no file")
-    return file
+    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
+    try:
+        descriptor = os.open(path, flags)
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
+            raise
+        raise ClusterddpError(f"{os.fsdecode(path)}: is no regular file") from error
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise ClusterddpError(f"{os.fsdecode(path)}: is no regular file")
+    return open(descriptor, "rb")
 
 
-def read_regular(path: Path, max_bytes: int) -> bytes:
-    """Read the whole of a file that another user may have made.
+def read_regular(path: Path | bytes, max_bytes: int, *, follow: bool = False) -> bytes:
+    """Read the whole of a file that another user may have made; `follow` as for `open_regular`.
 
     Raises: ClusterddpError: it is no regular file, or has more than `max_bytes`. OSError: it cannot be opened.
     """
-    with open_regular(path) as file:
-        data = file.read(max_bytes + 1)
-    if len(data) > max_bytes:
-        raise ClusterddpError(f"{path}: has more than {max_bytes:,} bytes")
+    with open_regular(path, follow=follow) as file:
+        data = file.read(max_bytes + 1) if os.fstat(file.fileno()).st_size <= max_bytes else None
+    if data is None or len(data) > max_bytes:
+        raise ClusterddpError(f"{os.fsdecode(path)}: has more than {max_bytes:,} bytes")
     return data
 
 
@@ -160,9 +169,12 @@ def read_jsonl(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def read_last_lines(path: Path, tail_bytes: int) -> list[bytes]:
-    """Read the whole lines in the last `tail_bytes` of a file; none when there is no file."""
+    """Read the whole lines in the last `tail_bytes` of a file; none when there is no file.
+
+    Raises: ClusterddpError: it is no regular file.
+    """
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - tail_bytes))
             lines = file.read(tail_bytes).split(b"\n")
@@ -172,11 +184,15 @@ def read_last_lines(path: Path, tail_bytes: int) -> list[bytes]:
 
 
 def read_last_jsonl(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
-    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file."""
+    """Read the whole rows in the last `tail_bytes` of a JSON-lines file; none when there is no file.
+
+    A line of more than `MAX_ROW_BYTES` is no row.
+    """
     rows = []
     for line in read_last_lines(path, tail_bytes):
-        with contextlib.suppress(ValueError):
-            rows.append(read_object(line))
+        if len(line) <= MAX_ROW_BYTES:
+            with contextlib.suppress(ValueError):
+                rows.append(read_object(line))
     return rows
 
 

@@ -6,10 +6,13 @@ from __future__ import annotations
 
 import difflib
 import hashlib
+import itertools
 import json
 import os
+import re
 import stat
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +23,18 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord
 from clusterddp.spec.program_arguments import named_arguments
 from clusterddp.spec.secret_values import HIDDEN, hide_secret_arguments, is_secret
-from clusterddp.system.file_set import list_files, read_sum, show
-from clusterddp.system.files import read_json
+from clusterddp.system.file_set import FileSet, list_files, read_sum, show
+from clusterddp.system.files import open_regular, read_json
 
 _MAX_FILE_BYTES = 200_000
 """A larger file is named and not shown."""
 _MAX_FILE_LINES = 400
 _MAX_FILES_SHOWN = 50
+_MAX_CODE_BYTES = 10**9
+_MAX_DIFF_WORK = 2_000_000
+"""The most pairs of equal lines times lines for which the smallest difference is searched: about a second."""
+_DIFF_CONTEXT = 3
+_HUNK = re.compile(r"([-+])(\d+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -180,7 +188,7 @@ def compare_folders(old: Path, new: Path) -> tuple[FileDiff, ...]:
 
     Raises: ClusterddpError, OSError: a folder or a file cannot be read.
     """
-    before, after = ({entry.name: entry for entry in list_files(root).entries} for root in (old, new))
+    before, after = ({entry.name: entry for entry in _list_code(root).entries} for root in (old, new))
     diffs: list[FileDiff] = []
     for name in sorted(before.keys() | after.keys()):
         is_same = name in before and name in after and _content(old, name) == _content(new, name)
@@ -205,7 +213,7 @@ def read_uncommitted(code: Path, root: Path, commit: str, environ: Mapping[str, 
         about, _, name = line.partition(b"\t")
         blobs[name] = about.split(b" ")[-1].decode("ascii", errors="replace")
     diffs: list[FileDiff] = []
-    for entry in list_files(code).entries:
+    for entry in _list_code(code).entries:
         blob = blobs.get(entry.name)
         if not entry.is_file or (blob and _blob_of(os.path.join(os.fsencode(code), entry.name), len(blob)) == blob):
             continue
@@ -219,10 +227,17 @@ def read_uncommitted(code: Path, root: Path, commit: str, environ: Mapping[str, 
 
 def _blob_of(path: bytes, digits: int) -> str:
     """Compute git's name of a file's content, which has 40 or 64 digits."""
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         digest: Callable[[bytes], hashlib._Hash] = hashlib.sha256 if digits == 64 else hashlib.sha1
         content = file.read()
     return digest(b"blob %d\0" % len(content) + content).hexdigest()
+
+
+def _list_code(root: Path) -> FileSet:
+    found = list_files(root)
+    if found.total_bytes > _MAX_CODE_BYTES:
+        raise ClusterddpError(f"{root}: has more than {_MAX_CODE_BYTES:,} bytes, which no snapshot of code has")
+    return found
 
 
 def _file_diff(name: bytes, change: str, lines: list[str]) -> FileDiff:
@@ -231,10 +246,29 @@ def _file_diff(name: bytes, change: str, lines: list[str]) -> FileDiff:
 
 
 def _unified(old: list[str] | None, new: list[str] | None) -> list[str]:
-    """Return a unified diff without its two lines of file names; empty where one of the files is no text."""
+    """Return a unified diff without its two lines of file names; empty where one of the files is no text.
+
+    Between the lines that both begin and end with, what would take long to compare is removed and added as a whole.
+    """
     if old is None or new is None:
         return []
-    return list(difflib.unified_diff(old, new, lineterm=""))[2:]
+    begin = _count_equal(zip(old, new, strict=False))
+    end = min(len(old) - begin, len(new) - begin, _count_equal(zip(reversed(old), reversed(new), strict=False)))
+    before, after = old[begin : len(old) - end], new[begin : len(new) - end]
+    counts = Counter(after)
+    if sum(counts[line] for line in before) * min(len(before), len(after)) > _MAX_DIFF_WORK:
+        hunk = f"@@ -{begin + 1},{len(before)} +{begin + 1},{len(after)} @@"
+        return [hunk, *(f"-{line}" for line in before), *(f"+{line}" for line in after)]
+    first, rest = max(0, begin - _DIFF_CONTEXT), max(0, end - _DIFF_CONTEXT)
+    lines = difflib.unified_diff(old[first : len(old) - rest], new[first : len(new) - rest], lineterm="")
+    return [
+        _HUNK.sub(lambda found: f"{found[1]}{int(found[2]) + first}", line) if line[:2] == "@@" else line
+        for line in list(lines)[2:]
+    ]
+
+
+def _count_equal(pairs: Iterable[tuple[str, str]]) -> int:
+    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _lines(root: Path, name: bytes) -> list[str] | None:
@@ -267,5 +301,5 @@ def _content(root: Path, name: bytes) -> tuple[str, bytes | None]:
         return "folder", None
     if found.st_size > _MAX_FILE_BYTES:
         return "large", read_sum(path)
-    with open(path, "rb") as file:
+    with open_regular(path) as file:
         return "file", file.read(_MAX_FILE_BYTES + 1)

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any, TypedDict
 
 from clusterddp.network.nccl_log import SOCKETS
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RunRecord, Start
-from clusterddp.system.files import is_file, read_jsonl
+from clusterddp.system.files import is_file
 from clusterddp.wire import build
 
 Row = dict[str, Any]
@@ -42,11 +42,6 @@ class NodeTransport:
     devices: tuple[str, ...]
     links: tuple[str, ...]
     complaint: str
-
-
-def read_events(run: RunDir) -> list[Row]:
-    """Read the history of a run, oldest first; the functions here find their rows in it."""
-    return list(read_jsonl(run.events))
 
 
 def _built(rows: Iterator[Row], form: Any) -> Iterator[tuple[Row, Any]]:
@@ -102,7 +97,7 @@ def find_start_phases(events: Sequence[Row], record: RunRecord, attempt: int, st
     start.json.
     """
     rows = (row for row in events if row.get("attempt") == attempt)
-    found: dict[object, _Event] = {row.get("event"): event for row, event in _built(rows, _Event)}
+    found: dict[str, _Event] = {row["event"]: event for row, event in _built(rows, _Event)}
     phases: dict[str, float] = {}
     submitted = found["submitted"].get("time") if "submitted" in found else None
     if submitted is not None and attempt == record.base_attempt:

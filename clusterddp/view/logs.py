@@ -8,7 +8,6 @@ import datetime
 import itertools
 import os
 import re
-import stat
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -25,7 +24,7 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.log_times import NOTE_EVERY_S, LogTimesReader
 from clusterddp.run.record import read_gang, read_ranks, read_start
-from clusterddp.system.files import read_json
+from clusterddp.system.files import open_regular, read_json
 from clusterddp.system.units import UNIT_S
 from clusterddp.view.printable import printable
 
@@ -497,7 +496,7 @@ class LogFile:
                 self._position, self.end, self._begun = 0, 0, b""
             if size == self._position:
                 return
-            with open(self.path, "rb") as file:
+            with open_regular(self.path) as file:
                 file.seek(self._position)
                 for _ in range(turn_bytes // PIECE_BYTES):
                     if not (block := file.read(PIECE_BYTES)):
@@ -537,7 +536,7 @@ class LogFile:
 def position_of_last_lines(path: Path, count: int) -> int:
     """Find where the last `count` lines of a file begin, reading backwards from its end; 0 when it has no more."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             if count <= 0:
                 return size
@@ -554,7 +553,7 @@ def position_of_last_lines(path: Path, count: int) -> int:
 def _position_of_line(path: Path, offset: int) -> int:
     """Find where the line begins that has the byte at `offset`; the end of a file that is shorter."""
     try:
-        with open(path, "rb") as file:
+        with open_regular(path) as file:
             for ends in _line_ends_before(file, min(offset, file.seek(0, os.SEEK_END))):
                 if ends:
                     return ends[-1]
@@ -575,14 +574,11 @@ def _line_ends_before(file: BinaryIO, position: int) -> Iterator[list[int]]:
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
     """Read the last lines of a log that are not empty, escaped for a terminal; none when there is no such file."""
     try:
-        # A link, or a pipe without a writer, may lie where another user can write.
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                return []
+        with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - 16 * 1024))
             lines = file.read(16 * 1024).splitlines()
-    except OSError:
+    except (OSError, ClusterddpError):
         return []
     kept = [printable(line.rstrip()) for line in lines if line.strip()][-max_lines:]
     return [line if len(line) <= max_columns else line[: max_columns - 3] + "..." for line in kept]

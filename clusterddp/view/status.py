@@ -20,7 +20,7 @@ from clusterddp.places.ssh.host_run import read_reports, read_unreached, start_o
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.rank_usage import read_usage_report
-from clusterddp.run.record import RankEnd, RunRecord, Start, read_gang, read_run, read_start
+from clusterddp.run.record import RankEnd, RunRecord, Start, read_events, read_gang, read_run, read_start
 from clusterddp.run.seal import Mark, mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.system.files import is_file, read_json
@@ -33,7 +33,6 @@ from clusterddp.view.events import (
     find_start_phases,
     find_stopping,
     find_transports,
-    read_events,
     warn_of_sockets,
     warn_of_unsent,
     warn_of_wait,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.record import RankRecord, RunRecord, Start, read_ranks, read_start
-from clusterddp.system.files import read_jsonl
+from clusterddp.run.record import RankRecord, RunRecord, Start, read_events, read_ranks, read_start
 
 _ASKED = ("submitted", "resumed", "requeued", "follow_up", "queued")
 """Events by which the wait for an attempt begins."""
@@ -81,9 +80,9 @@ def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: flo
     asked: dict[int, float] = {}
     """When the wait for each attempt began."""
     with contextlib.suppress(OSError, ClusterddpError):
-        for row in read_jsonl(run.events):
+        for row in read_events(run):
             name, at, attempt_number = row.get("event"), _time(row.get("time")), row.get("attempt")
-            if name in _ASKED and isinstance(attempt_number, int) and at is not None:
+            if name in _ASKED and attempt_number is not None and at is not None:
                 asked.setdefault(attempt_number, at)
     attempts: list[AttemptSpan] = []
     found = run.attempts()

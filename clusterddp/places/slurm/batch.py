@@ -51,7 +51,7 @@ from clusterddp.run.job_tag import job_tag, tag_of
 from clusterddp.run.record import JobAnswer, RunRecord, drop_secrets, log_event, read_run, write_job_answer
 from clusterddp.run.seal import refuse_changed
 from clusterddp.run.stop import request_stop
-from clusterddp.system.files import is_file, read_json, write_json
+from clusterddp.system.files import MAX_RECORD_BYTES, is_file, open_regular, read_json, read_regular, write_json
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
 
@@ -122,7 +122,7 @@ def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
     """Return the run of this job."""
     path = Path(argument)
     if path.is_file():
-        path = path.parent / path.read_text(encoding="utf-8").split()[int(environ["SLURM_ARRAY_TASK_ID"])]
+        path = path.parent / read_regular(path, MAX_RECORD_BYTES).decode().split()[int(environ["SLURM_ARRAY_TASK_ID"])]
     if not RunDir(path).record.is_file():
         host = environ.get("SLURMD_NODENAME") or os.uname().nodename
         raise ClusterddpError(f"{host}: {path}: found no run there; is it on storage that the nodes share?")
@@ -288,10 +288,10 @@ def _finish(run: RunDir) -> int:
 def _read_from(log: Path, offset: int) -> str:
     """Read a log from `offset` on; its last 8 KiB at most."""
     try:
-        with log.open("rb") as file:
+        with open_regular(log) as file:
             file.seek(max(offset, file.seek(0, 2) - 8192))
             return file.read().decode("utf-8", errors="replace")
-    except OSError:
+    except (OSError, ClusterddpError):
         return ""
 
 

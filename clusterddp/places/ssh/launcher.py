@@ -30,13 +30,13 @@ from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.planning.program import TRAINER
 from clusterddp.planning.ssh import directory_name
-from clusterddp.run.call import different_python, read_origin
+from clusterddp.run.call import MAX_PICKLE_BYTES, different_python, read_origin
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RankRecord, RunRecord, log_event, read_run, write_run
 from clusterddp.run.stacks import new_report_id
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.spec.train import GENERATED
-from clusterddp.system.files import write_json
+from clusterddp.system.files import read_regular, write_json
 from clusterddp.system.gpu_lease import spell_busy
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def data_dir_of(plan: Plan) -> str | None:
 
 def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[str, str], report: Report) -> str:
     preflight(sessions.plan, sessions)
-    submission = run.submission.read_bytes() if sessions.plan.gang.entry.is_call else b""
+    submission = read_regular(run.submission, MAX_PICKLE_BYTES) if sessions.plan.gang.entry.is_call else b""
     if submission:
         _refuse_other_pythons(run, sessions)
     assert sessions.plan.ssh is not None

@@ -10,8 +10,8 @@ import pytest
 from clusterddp.cli.text.status import transport_texts
 from clusterddp.network.nccl_log import Transport, read_transport
 from clusterddp.run.directory import make_attempt_dirs
-from clusterddp.run.record import log_event
-from clusterddp.view.events import NodeTransport, find_transports, read_events, warn_of_sockets
+from clusterddp.run.record import log_event, read_events
+from clusterddp.view.events import NodeTransport, find_transports, warn_of_sockets
 from clusterddp.view.status import read_status
 from tests.support.gang_runs import running
 from tests.support.handmade_runs import make_run

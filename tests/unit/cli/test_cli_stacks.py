@@ -9,9 +9,9 @@ from pathlib import Path
 
 from clusterddp.cli.main import main
 from clusterddp.cli.text.status import status_lines
-from clusterddp.run.record import log_event
+from clusterddp.run.record import log_event, read_events
 from clusterddp.run.stacks import Collectives, Frame, RankStack, StackReport, write_report
-from clusterddp.view.events import HangEvent, find_hang, read_events
+from clusterddp.view.events import HangEvent, find_hang
 from clusterddp.view.status import read_status
 from tests.support.handmade_runs import fail, make_run, start_attempt
 

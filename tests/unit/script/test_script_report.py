@@ -17,9 +17,10 @@ from clusterddp.cli.text.status import progress_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.run import metrics
 from clusterddp.run.directory import RunDir, make_attempt_dirs
+from clusterddp.run.record import read_events
 from clusterddp.script import place, report
 from clusterddp.system.files import append_jsonl, read_jsonl
-from clusterddp.view.events import count_lost_rows, read_events
+from clusterddp.view.events import count_lost_rows
 from clusterddp.view.progress import read_progress
 
 KEYS = {"kind", "attempt", "step", "time"}

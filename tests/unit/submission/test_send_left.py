@@ -14,11 +14,11 @@ from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import failed, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import log_event
+from clusterddp.run.record import log_event, read_events
 from clusterddp.run.seal import sealed
 from clusterddp.submission.notices import send_left
 from clusterddp.system.files import read_json, read_jsonl, write_json
-from clusterddp.view.events import read_events, warn_of_unsent
+from clusterddp.view.events import warn_of_unsent
 from tests.support.launch_runs import plan_text
 from tests.support.webhook import PATH, Webhook
 

@@ -25,7 +25,7 @@ from clusterddp.run.record import boot_id
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
-from clusterddp.system.files import read_json, read_tail, write_bytes, write_json, write_text
+from clusterddp.system.files import open_regular, read_json, read_tail, write_bytes, write_json, write_text
 
 MAX_REPLY_BYTES = 8 << 20
 """Most data in one answer: it is held in memory on both sides."""
@@ -223,13 +223,11 @@ def _read_part(run: RunDir, part: dict[str, Any], left: int) -> tuple[dict[str, 
     if path.is_absolute() or ".." in path.parts:
         raise ValueError(f"not a file of a run: {part['path']!r}")
     try:
-        descriptor = os.open(run.path / path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
+        file = open_regular(run.path / path)
+    except (OSError, ClusterddpError):
         return {"gone": True, "length": 0, "size": 0, "mtime_ns": 0}, b""
-    try:
-        found = os.fstat(descriptor)
-        data = os.pread(descriptor, min(part["limit"], left), part["offset"]) if left > 0 else b""
-    finally:
-        os.close(descriptor)
+    with file:
+        found = os.fstat(file.fileno())
+        data = os.pread(file.fileno(), min(part["limit"], left), part["offset"]) if left > 0 else b""
     facts = {"gone": False, "length": len(data), "size": found.st_size, "mtime_ns": found.st_mtime_ns}
     return facts, data
