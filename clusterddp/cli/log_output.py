@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, TextIO
 
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, json_text, say, writing_stdout
@@ -19,6 +22,8 @@ if TYPE_CHECKING:
     from clusterddp.view.logs import LogPiece, LogQuery
 
 _LOOK_EVERY_S = 1.0
+_TAIL_BYTES, _LINE_BYTES = 1 << 20, 1 << 10
+"""What is downloaded of a log for its last lines, and more for each of them."""
 
 
 def write_logs(
@@ -39,19 +44,18 @@ def write_logs(
     """
     from clusterddp.view.logs import LogPiece, LogQuery, NewAttempt, follow_logs, format_piece, json_piece, read_logs
 
-    query = query or LogQuery()
-    chosen = _fetch_logs(run, ranks, sync, query, follow=follow)
     stream = stream or sys.stdout
     escape = stream.isatty() if escape is None else escape
-    pieces = follow_logs(run, chosen, query, sync=sync) if follow else read_logs(run, chosen, query)
 
     def spell(piece: LogPiece) -> bytes:
         if as_json:
             return json_text(json_piece(piece), indent=None).encode() + b"\n"
-        return format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=query.timestamps)
+        return format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=wanted.timestamps)
 
     out, last = stream.buffer, b""
-    with contextlib.closing(StateLine(run, terminal)) as state_line:
+    with TemporaryDirectory(prefix="clusterddp-") as tails, contextlib.closing(StateLine(run, terminal)) as state_line:
+        chosen, wanted = _fetch_logs(run, ranks, sync, query or LogQuery(), Path(tails), follow=follow)
+        pieces = follow_logs(run, chosen, wanted, sync=sync) if follow else read_logs(run, chosen, wanted)
         for piece in pieces:
             if piece is None:  # no more output now
                 with writing_stdout():
@@ -133,19 +137,27 @@ def starting_text(run: RunDir, view: RunView) -> str:
     return f"{run.name} {state}  {', '.join(facts)}".rstrip()
 
 
-def _fetch_logs(run: RunDir, ranks: str, sync: Synchroniser, query: LogQuery, *, follow: bool) -> tuple[int, ...]:
-    """Choose the ranks whose logs are shown, and copy those of remote hosts here; return the ranks."""
-    from clusterddp.view.logs import choose_ranks, lacks_times
+def _fetch_logs(
+    run: RunDir, ranks: str, sync: Synchroniser, query: LogQuery, tails: Path, *, follow: bool
+) -> tuple[tuple[int, ...], LogQuery]:
+    """Choose ranks, and copy their logs from remote hosts, or the ends to `tails`; return both, as they are read."""
+    from clusterddp.view.logs import choose_ranks, lacks_times, position_of_last_lines
 
     if follow or ranks == "failed":
         sync.update()
     chosen = choose_ranks(run, ranks, attempt=query.attempt, follow=follow)
     attempts = run.attempts()
     newest = attempts[-1].number if follow and attempts else None
-    sync.want_logs(chosen, newest if query.attempt is None else query.attempt)
+    first, lines = newest if query.attempt is None else query.attempt, query.tail_lines
+    if lines is not None and query.since is None and not follow:
+        sync.want_logs(chosen, first, tails=(tails, _TAIL_BYTES + lines * _LINE_BYTES))
+        sync.update_logs()
+        if all(position_of_last_lines(path, lines) for path in tails.rglob("rank-*")):
+            query = dataclasses.replace(query, tails=tails)
+    sync.want_logs(chosen, first)
     # --follow without --tail shows the beginning while the rest is copied
-    if not follow or query.tail_lines is not None or query.since is not None:
+    if query.tails is None and (not follow or lines is not None or query.since is not None):
         sync.update_logs()
     if (query.timestamps or query.since is not None) and lacks_times(run, chosen, query.attempt):
         say("note: the times of these lines were not recorded; --since shows a file whole if it changed since then")
-    return chosen
+    return chosen, query

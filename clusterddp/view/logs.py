@@ -80,6 +80,8 @@ class LogQuery:
     """Each piece has the time when it was written."""
     folds: bool = False
     """Equal lines of several ranks are one piece."""
+    tails: Path | None = None
+    """Where the ends of logs of SSH hosts are, by the paths that they have in the run's directory."""
 
 
 ALL_LINES = LogQuery()
@@ -297,7 +299,8 @@ def _open_logs(run: RunDir, gang: Gang, number: int, ranks: tuple[int, ...], que
         node = gang.node_of(rank)
         times = readers.setdefault(node.node_rank, LogTimesReader(attempt.log_times(node.node_rank)))
         for path in (attempt.stdout(rank), attempt.stderr(rank)):
-            file = _open_log(path, times, query)
+            tail = query.tails / path.relative_to(run.path) if query.tails else path
+            file = _open_log(tail if tail.exists() else path, times, query)
             logs.append(
                 _RankLog(rank=rank, file=file, query=query, times=times, attempt=attempt, planned_host=node.host)
             )
@@ -476,7 +479,7 @@ class LogFile:
     def __init__(self, path: Path, *, tail_lines: int | None = None, start: int = 0) -> None:
         """Read from the line on that has the byte at `start`, of it and what follows at most the last `tail_lines`."""
         self.path = path
-        self._position = _position_of_line(path, start) if start else 0
+        self._position = position_of_last_lines(path, 1, before=start) if start else 0
         if tail_lines is not None:
             self._position = max(self._position, position_of_last_lines(path, tail_lines))
         self.end = self._position
@@ -533,30 +536,21 @@ class LogFile:
             yield line
 
 
-def position_of_last_lines(path: Path, count: int) -> int:
-    """Find where the last `count` lines of a file begin, reading backwards from its end; 0 when it has no more."""
+def position_of_last_lines(path: Path, count: int, *, before: int | None = None) -> int:
+    """Find where the last `count` lines of a file begin, reading backwards from its end; 0 when it has no more.
+
+    `before`: the offset of a byte, whose line is the last one then.
+    """
     try:
         with open_regular(path) as file:
             size = file.seek(0, os.SEEK_END)
             if count <= 0:
                 return size
-            for ends in _line_ends_before(file, size):
-                begins = [end for end in ends if end < size]  # the last line's end begins none
+            for ends in _line_ends_before(file, size if before is None else min(before, size)):
+                begins = [end for end in ends if end < size or before is not None]  # the last line's end begins none
                 if count <= len(begins):
                     return begins[-count]
                 count -= len(begins)
-    except FileNotFoundError:
-        pass
-    return 0
-
-
-def _position_of_line(path: Path, offset: int) -> int:
-    """Find where the line begins that has the byte at `offset`; the end of a file that is shorter."""
-    try:
-        with open_regular(path) as file:
-            for ends in _line_ends_before(file, min(offset, file.seek(0, os.SEEK_END))):
-                if ends:
-                    return ends[-1]
     except FileNotFoundError:
         pass
     return 0

@@ -329,89 +329,66 @@ _OF_PROGRAMS = (
     (r"exited with code 126\b", "a file there is no program, or not executable: chmod +x"),
     ("ModuleNotFoundError", "venv, conda or modules of the spec choose the Python of the ranks"),
 )
-_KINDS: tuple[tuple[str, Diagnosis], ...] = (
-    (
-        r"^hang:|Watchdog caught collective|collective operation timeout|[Tt]imed out waiting|wait timeout after",
-        Diagnosis("hang", "a hang", "attempts/N/stacks has where each rank waited"),
+_KINDS: dict[str, Diagnosis] = {
+    r"^hang:|Watchdog caught|collective operation timeout|[Tt]imed out waiting|wait timeout after": Diagnosis(
+        "hang", "a hang", "attempts/N/stacks has where each rank waited"
     ),
-    *((pattern, dataclasses.replace(_CODE, hint=hint)) for pattern, hint in _OF_PROGRAMS),
-    (
-        r"(CUDA|HIP)( error:)? out of memory|OutOfMemoryError|ALLOC_FAILED|Cuda failure.*out of memory",
-        Diagnosis("gpu_memory", "out of GPU memory", "a smaller batch per rank needs less"),
+    **{pattern: dataclasses.replace(_CODE, hint=hint) for pattern, hint in _OF_PROGRAMS},
+    r"(CUDA|HIP)( error:)? out of memory|OutOfMemoryError|ALLOC_FAILED|Cuda failure.*out of memory": Diagnosis(
+        "gpu_memory", "out of GPU memory", "a smaller batch per rank needs less"
     ),
-    (
-        r"Too many open files|received 0 items of ancdata",
-        Diagnosis("open_files", "too many open files", f"raise ulimit -n on that host; {_NEEDS_LESS}"),
+    r"Too many open files|received 0 items of ancdata": Diagnosis(
+        "open_files", "too many open files", f"raise ulimit -n on that host; {_NEEDS_LESS}"
     ),
-    (
-        r"can't start new thread|pthread_create failed|Thread creation failed|BlockingIOError: \[Errno 11\]",
-        Diagnosis("processes", "too many processes and threads", f"raise ulimit -u on that host; {_NEEDS_LESS}"),
+    r"can't start new thread|pthread_create failed|Thread creation failed|BlockingIOError: \[Errno 11\]": Diagnosis(
+        "processes", "too many processes and threads", f"raise ulimit -u on that host; {_NEEDS_LESS}"
     ),
-    (
-        r"shared memory(\(shm\)|.*No space left)|unable to mmap \d+ bytes from file <|signal: Bus error|by SIGBUS\b",
-        Diagnosis(
-            "shared_memory", "out of shared memory", f"a larger /dev/shm (--shm-size, --ipc=host); {_NEEDS_LESS}"
-        ),
+    r"shared memory(\(shm\)|.*No space left)|unable to mmap \d+ bytes from|signal: Bus error|by SIGBUS\b": Diagnosis(
+        "shared_memory", "out of shared memory", f"a larger /dev/shm (--shm-size, --ipc=host); {_NEEDS_LESS}"
     ),
-    (
-        r"lack of memory|OUT_OF_MEMORY|MemoryError|[Cc]annot allocate memory|can't allocate memory|[Oo]ut of memory"
-        r"|OOM Killed|signal: Killed|Unable to allocate .* for an array",
-        Diagnosis("memory", "out of memory", f"resources.memory_gb asks Slurm for more; {_NEEDS_LESS}"),
+    r"lack of memory|OUT_OF_MEMORY|MemoryError|[Cc]annot allocate memory|can't allocate memory|[Oo]ut of memory"
+    r"|OOM Killed|signal: Killed|Unable to allocate .* for an array": Diagnosis(
+        "memory", "out of memory", f"resources.memory_gb asks Slurm for more; {_NEEDS_LESS}"
     ),
-    (
-        r"No space left on device|[Dd]isk quota|Read-only file system|Stale file handle|Input/output error"
-        r"|inline_container.*unexpected pos|file write failed",
-        Diagnosis("storage", "storage", "make room, or mend the file system, then go on"),
+    r"No space left on device|[Dd]isk quota|Read-only file system|Stale file handle|Input/output error"
+    r"|inline_container.*unexpected pos|file write failed": Diagnosis(
+        "storage", "storage", "make room, or mend the file system, then go on"
     ),
-    (
-        r"AF_UNIX path too long",
-        Diagnosis("socket_path", "the path of a socket is too long", "a short one: env: {TMPDIR: /tmp} in the spec"),
+    r"AF_UNIX path too long": Diagnosis(
+        "socket_path", "the path of a socket is too long", "a short one: env: {TMPDIR: /tmp} in the spec"
     ),
-    (
-        r"[Aa]ddress already in use|EADDRINUSE",
-        Diagnosis(
-            "port", "a port is in use", "two ranks or programs have it; owns_ranks: true if the program starts ranks"
-        ),
+    r"[Aa]ddress already in use|EADDRINUSE": Diagnosis(
+        "port", "a port is in use", "two ranks or programs have it; owns_ranks: true if the program starts ranks"
     ),
-    (
-        r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|before the job is taken away"
-        r"|Slurm ended the job before|did not stop within",
-        Diagnosis("time_limit", "time limit", "more resources.time, or restarts, which go on at a checkpoint"),
+    r"time limit|TIME LIMIT|\bTIMEOUT\b|before Slurm takes the job away|before the job is taken away"
+    r"|Slurm ended the job before|did not stop within": Diagnosis(
+        "time_limit", "time limit", "more resources.time, or restarts, which go on at a checkpoint"
     ),
-    (
-        r"\bis lost\b|NODE.FAIL|BOOT_FAIL|is cut off|; (its |all )?ranks? .*ended with it",
-        Diagnosis("node_lost", "node lost", "restarts: 1 in the spec starts again after a loss"),
+    r"\bis lost\b|NODE.FAIL|BOOT_FAIL|is cut off|; (its |all )?ranks? .*ended with it": Diagnosis(
+        "node_lost", "node lost", "restarts: 1 in the spec starts again after a loss"
     ),
-    (
-        r"URLError|HTTPError|HTTPS?ConnectionPool|LocalEntryNotFoundError|[Cc]ouldn.t connect to|Error downloading",
-        Diagnosis("download", "a download", "many nodes reach no internet: download it first, where that is reached"),
+    r"URLError|HTTPError|HTTPS?ConnectionPool|LocalEntryNotFound|[Cc]ouldn.t connect to|Error downloading": Diagnosis(
+        "download", "a download", "many nodes reach no internet: download it first, where that is reached"
     ),
-    (
-        r"ECC error|busy or unavailable|no kernel image|NVIDIA driver|CUDA driver version|No CUDA GPUs|no CUDA-capable"
-        r"|unhandled cuda error|GPU is lost|fallen off the bus",
-        Diagnosis("gpu", "a GPU or its driver", "clusterddp doctor SPEC checks the GPUs of each node"),
+    r"ECC error|busy or unavailable|no kernel image|NVIDIA driver|CUDA driver version|No CUDA GPUs|no CUDA-capable"
+    r"|unhandled cuda error|GPU is lost|fallen off the bus": Diagnosis(
+        "gpu", "a GPU or its driver", "clusterddp doctor SPEC checks the GPUs of each node"
     ),
-    (
-        r"gloo/|\bGloo |\bnccl|\bNCCL|DistNetworkError|DistStoreError|Connection:? (closed|reset|refused|aborted|timed)"
-        r"|Connection(Reset|Refused|Aborted)?Error|BrokenPipeError|Broken pipe"
-        r"|No route to host|Network is unreachable|Name or service not known|Temporary failure in name resolution"
-        r"|socket has timed out|remote process exit|have not joined|did not join|did not reach",
-        Diagnosis("network", "network", "clusterddp doctor SPEC checks the network between the hosts"),
+    r"gloo/|\bGloo |\bnccl|\bNCCL|DistNetworkError|DistStoreError|Connection:? (closed|reset|refused|aborted|timed)"
+    r"|Connection(Reset|Refused|Aborted)?Error|BrokenPipeError|Broken pipe"
+    r"|No route to host|Network is unreachable|Name or service not known|Temporary failure in name resolution"
+    r"|socket has timed out|remote process exit|have not joined|did not join|did not reach": Diagnosis(
+        "network", "network", "clusterddp doctor SPEC checks the network between the hosts"
     ),
-    (
-        r"FileNotFoundError|NotADirectoryError|UnidentifiedImageError|BadZipFile|DataLoader timed out"
-        r"|cannot read folder|data_dir|\bdata set\b",
-        Diagnosis("data", "data", "every node needs the files under the same path"),
+    r"FileNotFoundError|NotADirectoryError|UnidentifiedImageError|BadZipFile|DataLoader timed out"
+    r"|cannot read folder|data_dir|\bdata set\b": Diagnosis(
+        "data", "data", "every node needs the files under the same path"
     ),
-    (
-        r"PREEMPT(ION|ED)\b",
-        Diagnosis("killed", "preempted", "restarts: 1 in the spec starts again after it"),
+    r"PREEMPT(ION|ED)\b": Diagnosis("killed", "preempted", "restarts: 1 in the spec starts again after it"),
+    r"was killed by SIG(KILL|TERM|HUP|INT|XCPU)\b": Diagnosis(
+        "killed", "killed from outside", "another process, or the kernel for lack of memory, ended it"
     ),
-    (
-        r"was killed by SIG(KILL|TERM|HUP|INT|XCPU)\b",
-        Diagnosis("killed", "killed from outside", "another process, or the kernel for lack of memory, ended it"),
-    ),
-)
+}
 """A pattern of words, and what they mean; the first one that is found counts."""
 _NAMES = re.compile(r"^(the program of )?ranks? [\d, -]+ on \S+?(:| )|(?<!\w)'[^' ]*'|\"[^\" ]*\"")
 """Names of hosts, files and values, whose words mean nothing."""
@@ -425,7 +402,7 @@ def diagnose(cause: RankEnd, run: RunDir | None = None) -> Diagnosis:
     last_line = (cause.traceback or "").rstrip().rpartition("\n")[2]
     for text in (*cause.error.split("; then "), last_line):
         words = _NAMES.sub("", text)
-        for pattern, diagnosis in _KINDS:
+        for pattern, diagnosis in _KINDS.items():
             if re.search(pattern, words):
                 absent = _find_not_uploaded(run, text) if run and diagnosis.category == "data" else None
                 hint = f"git ignores {absent}, so submit did not upload it: ssh.send or entry.data_dir"
@@ -436,9 +413,8 @@ def diagnose(cause: RankEnd, run: RunDir | None = None) -> Diagnosis:
 def _find_not_uploaded(run: RunDir, error: str) -> str | None:
     """Return what git ignores that has the missing file, or is in the missing directory, of a run over SSH."""
     missing = re.search(r"FileNotFoundError.*'([^']+)'", error)
-    with contextlib.suppress(
-        ClusterddpError, OSError, TypeError, AttributeError, KeyError
-    ):  # another user's may be any
+    # Another user's plan may be anything.
+    with contextlib.suppress(ClusterddpError, OSError, TypeError, AttributeError, KeyError):
         plan = read_json(run.plan) or {}
         if missing and plan["ssh"]:
             path = f"/{os.path.normpath(missing[1]).strip('/')}/"

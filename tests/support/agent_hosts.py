@@ -65,6 +65,8 @@ class AgentSession(Session):
         super().__init__(**stand_ins(host), channel=channel)
         self.before_ask = before_ask
         self.asked: list[str] = []
+        self.received_bytes = 0
+        """Of files."""
         with theirs:
             argv = [sys.executable, "-c", SERVE, str(root), str(PACKAGE)]
             self.process = subprocess.Popen(argv, stdin=theirs, stdout=theirs)
@@ -72,7 +74,9 @@ class AgentSession(Session):
     def ask(self, do: str, facts: Mapping[str, Any] | None = None, **rest: Any) -> Reply:
         self.before_ask(do)
         self.asked.append(do)
-        return super().ask(do, facts, **rest)
+        reply = super().ask(do, facts, **rest)
+        self.received_bytes += len(reply.data)
+        return reply
 
     def close(self) -> None:
         super().close()

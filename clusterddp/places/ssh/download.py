@@ -68,6 +68,20 @@ class _Copy:
     listed: Listed
     exact: bool = False
     """True: the copy is of the file as listed; False: the file may have grown since, or begun anew."""
+    is_tail: bool = False
+    """True: it has zeros, which take no room, in place of what is before the end of the file."""
+
+
+def _copy_of(host_run: HostRun, path: str, listed: Listed) -> _Copy:
+    place, tails = host_run.place_of(path), host_run.wants.tails
+    if tails is None or not path.endswith((".out", ".err")) or listed[0] - _size_of(place) <= tails[1]:
+        return _Copy(place=place, listed=listed)
+    place = tails[0] / path
+    if not place.exists():
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with open(place, "wb") as file:
+            file.truncate(listed[0] - tails[1])
+    return _Copy(place=place, listed=listed, is_tail=True)
 
 
 def download(session: Session, host_run: HostRun, files: Mapping[str, Listed], report: Report) -> Downloaded:
@@ -88,7 +102,7 @@ def download(session: Session, host_run: HostRun, files: Mapping[str, Listed], r
                 done.goes_on = True
                 return done
             growing = by_kind["grows"] | by_kind["events"]
-            copies = {path: _Copy(place=host_run.place_of(path), listed=listed) for path, listed in growing.items()}
+            copies = {path: _copy_of(host_run, path, listed) for path, listed in growing.items()}
             is_whole = _append(session, host_run.name, copies, max_bytes=_TURN_BYTES)
             if by_kind["events"]:
                 _merge_events(host_run)
@@ -142,7 +156,7 @@ def _append(session: Session, run_name: str, copies: Mapping[str, _Copy], *, max
         for path, copy in todo.items():
             if room > 0:
                 size = _size_of(copy.place)
-                known = min(size, _OVERLAP_BYTES)
+                known = 0 if copy.is_tail else min(size, _OVERLAP_BYTES)
                 parts.append({"path": path, "offset": size - known, "limit": known + room})
                 room -= max(copy.listed[0] - size, 1)
         for part, answer, data in _read_parts(session, run_name, parts):

@@ -237,6 +237,8 @@ class Wants:
     """Ranks whose logs are wanted while the run goes on."""
     first_attempt: int | None = None
     """The first attempt whose logs are wanted; None: the newest one."""
+    tails: tuple[Path, int] | None = None
+    """Of logs only so many bytes of the end, below this directory, where more than that is not here yet."""
     results: bool = False
     """True when the run has ended: everything that `ssh.fetch` of its spec names."""
     while_supervised: bool = False

@@ -13,6 +13,7 @@ import math
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, NonsenseError, SshError
@@ -114,9 +115,9 @@ class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
         if self._sessions is not None:
             self._sessions.close()
 
-    def want_logs(self, ranks: Iterable[int], first_attempt: int | None) -> None:
-        """Download the logs of these ranks, too, from `first_attempt` on; None: only of the newest attempt."""
-        self._wants = Wants(logs=frozenset(ranks), first_attempt=first_attempt)
+    def want_logs(self, ranks: Iterable[int], first_attempt: int | None, tails: tuple[Path, int] | None = None) -> None:
+        """Download logs of these ranks, too, from `first_attempt` on; None: the newest one; `tails`: see `Wants`."""
+        self._wants = Wants(logs=frozenset(ranks), first_attempt=first_attempt, tails=tails)
 
     def update(self, *, timeout_s: float | None = None, after_end: bool = False) -> None:
         """Download what is new, at most every `interval_s`; hosts that do not answer in time are left out.

@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.terminal import Terminal
 from clusterddp.cli.watch import watch_until_ended
 from clusterddp.errors import PreflightError
@@ -107,6 +108,54 @@ def test_a_log_larger_than_any_answer_is_downloaded_whole(hosts: Hosts) -> None:
     log.write_bytes(os.urandom(1 << 20) * 25)
     hosts.logs(0)
     assert hosts.run.attempt(0).stdout(0).read_bytes() == log.read_bytes()
+
+
+def tail(
+    hosts: Hosts, capfdbinary: pytest.CaptureFixture[bytes], query: LogQuery, rank: str = "0"
+) -> tuple[bytes, int]:
+    """Show the end of a log as `logs --tail` does; return it, and how many bytes of files came for it."""
+    sync, before = hosts.sync(), len(hosts.sessions)
+    write_logs(hosts.run, rank, Terminal({}), sync, follow=False, query=query)
+    sync.close()
+    return capfdbinary.readouterr().out, sum(session.received_bytes for session in hosts.sessions[before:])
+
+
+@pytest.mark.parametrize("end", [b"\n", b"\r"])
+@pytest.mark.parametrize("mirrored_bytes", [0, 20_000_000])
+def test_for_a_tail_the_end_of_a_log_is_downloaded(
+    hosts: Hosts, capfdbinary: pytest.CaptureFixture[bytes], end: bytes, mirrored_bytes: int
+) -> None:
+    log, ours = hosts.start()[0].stdout(0), hosts.run.attempt(0).stdout(0)
+    lines = [b"step %d: %s" % (number, b"x" * 90) for number in range(250_000)]
+    log.write_bytes(end.join(lines) + end)
+    if mirrored_bytes:
+        ours.write_bytes(log.read_bytes()[:mirrored_bytes])
+    shown, received_bytes = tail(hosts, capfdbinary, LogQuery(tail_lines=3))
+    assert shown == end.join(lines[-3:]) + end
+    assert received_bytes < 2_000_000
+    assert (ours.stat().st_size if ours.exists() else 0) == mirrored_bytes
+    hosts.logs(0)
+    assert ours.read_bytes() == log.read_bytes()
+
+
+def test_a_tail_of_lines_that_are_long_is_complete(hosts: Hosts, capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    log = hosts.start()[0].stdout(0)
+    lines = [b"%d" % number * 2_000_000 for number in range(5)]
+    log.write_bytes(b"\n".join(lines))
+    assert tail(hosts, capfdbinary, LogQuery(tail_lines=3))[0] == b"\n".join(lines[-3:])
+
+
+def test_a_tail_has_the_times_of_its_lines_and_those_of_the_attempt_that_is_asked_for(
+    hosts: Hosts, capfdbinary: pytest.CaptureFixture[bytes]
+) -> None:
+    for number in (0, 1):
+        attempt = hosts.start(number)[0]
+        log = attempt.stdout(0)
+        log.write_bytes(b"%d\n" % number * 2_000_000)
+        append_jsonl(attempt.log_times(0), {"time": 1e9 + number, "sizes": {log.name: 4_000_000}})
+    query = LogQuery(tail_lines=1, timestamps=True, attempt=0)
+    assert tail(hosts, capfdbinary, query)[0].endswith(b" 0\n")
+    assert time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(1e9)).encode() in tail(hosts, capfdbinary, query)[0]
 
 
 def test_a_connection_that_breaks_while_a_user_follows_loses_no_byte_and_doubles_none(hosts: Hosts) -> None:
