@@ -13,8 +13,12 @@ from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, find_obstacle, running_rack
 
-# A shell's background job ignores SIGINT, and so would all that tests start and end with Ctrl-C.
+# A shell's background job ignores SIGINT and SIGQUIT, one under nohup SIGHUP, and so would all that tests start and end
+# with them. What starts has no handler of its own, so a handler here gives it the default.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+for _ignored in (signal.SIGHUP, signal.SIGQUIT):
+    if signal.getsignal(_ignored) is signal.SIG_IGN:
+        signal.signal(_ignored, lambda number, frame: None)
 
 # Each of run_all's workers reads all test files: until that is done they keep what they compile, whatever
 # PYTHONDONTWRITEBYTECODE says; what a test starts goes by the variable.
