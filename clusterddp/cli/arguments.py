@@ -97,15 +97,6 @@ def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
     return decorate
 
 
-def spec_arguments(function: _F) -> _F:
-    """Declare the arguments SPEC and KEY=VALUE."""
-    return _declare(
-        function,
-        click.argument("spec", type=SpecPath()),
-        click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue()),
-    )
-
-
 def run_argument(*, default: str | None = "@last") -> Callable[[_F], _F]:
     """Declare the argument RUN; the newest run when it is left out, unless `default` is None."""
     return click.argument("name", metavar="RUN" if default is None else "[RUN]", type=RunName(), default=default)

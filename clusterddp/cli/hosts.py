@@ -38,7 +38,12 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
         ]
         put_json({"healthy": healthy, "hosts": rows})
     else:
-        put("\n".join(_check_lines(found)))
+        table_rows = [["HOST", "ADDRESS", "USER", "VIA", "KEY", "ROUND TRIP"]]
+        for host, each in found.items():
+            if not isinstance(each, SshError):
+                where, via = f"{each['hostname']}:{each['port']}", ",".join(each["jumps"]) or "-"
+                table_rows.append([host, where, each["user"], via, each["key_type"], f"{each['round_trip_ms']} ms"])
+        put("\n".join([*(table(table_rows) if table_rows[1:] else []), *failure_lines(found)]))
     return 0 if healthy else PreflightError.exit_code
 
 
@@ -81,13 +86,3 @@ def _measure(connector: Connector, host: str) -> dict[str, Any]:
             "fingerprint": session.key.fingerprint,
             "round_trip_ms": round(1000 * session.measure_round_trip_s(), 1),
         }
-
-
-def _check_lines(found: Mapping[str, dict[str, Any] | SshError]) -> list[str]:
-    """Lay out the hosts as one table, those that fail after the others, each with its fix."""
-    rows = [["HOST", "ADDRESS", "USER", "VIA", "KEY", "ROUND TRIP"]]
-    for host, each in found.items():
-        if not isinstance(each, SshError):
-            address, via = f"{each['hostname']}:{each['port']}", ",".join(each["jumps"]) or "-"
-            rows.append([host, address, each["user"], via, each["key_type"], f"{each['round_trip_ms']} ms"])
-    return [*(table(rows) if len(rows) > 1 else []), *failure_lines(found)]

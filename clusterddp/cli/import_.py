@@ -7,13 +7,12 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from clusterddp.cli.arguments import command, spec_arguments
+from clusterddp.cli.arguments import KeyValue, SpecPath, command
 from clusterddp.cli.login import profile_option
 from clusterddp.cli.terminal import Terminal, put, say
 from clusterddp.errors import UsageError
 
 if TYPE_CHECKING:
-    from clusterddp.importing.files import Left
     from clusterddp.importing.reading import Kind
 
 _KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
@@ -45,7 +44,7 @@ def import_(
     clusterddp import train.slurm -o job.yaml && clusterddp submit job.yaml -n
     clusterddp import hostfile .deepspeed_env      hosts and variables, in one spec
     """
-    from clusterddp.importing.reading import import_files
+    from clusterddp.importing.reading import HEADINGS, import_files, spell
     from clusterddp.system.files import write_text
 
     imported = import_files(files, kind=cast("Kind | None", kind), line=line)
@@ -53,13 +52,17 @@ def import_(
         put(imported.text.rstrip("\n"))
     elif not write_text(output, imported.text, exclusive=not force) and not force:
         raise UsageError(f"{output}: exists, and is left as it is", hint="give another path, or --force")
-    _say_left(imported.left)
+    for fate, heading in HEADINGS.items():
+        lines = [f"  {spell(each)}" for each in imported.left if each.fate == fate]
+        if lines:
+            say("\n".join([f"{heading}:", *lines]))
     if output is not None:
         say(f"wrote {output}")
 
 
 @command("manifest")
-@spec_arguments
+@click.argument("spec", type=SpecPath())
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
 @click.option("--image", required=True, metavar="IMAGE", help="With Python, torch, clusterddp and your code.")
 @click.option("--workdir", metavar="DIR", default="/workspace", show_default=True, help="Where the code is in it.")
 @click.option("--claim", metavar="NAME", help="Volume claim (ReadWriteMany) for the runs; without: gone with the pods.")
@@ -87,17 +90,6 @@ def manifest(
     resolved = load_spec(spec, overrides, profile=profile, environ=terminal.environ)
     text = resolved_yaml(resolved.job)
     put(write_manifest(resolved.job, text, image=image, workdir=workdir, claim=claim).rstrip("\n"))
-
-
-def _say_left(left: tuple[Left, ...]) -> None:
-    from clusterddp.importing.reading import HEADINGS, spell
-
-    for fate, heading in HEADINGS.items():
-        lines = [spell(each) for each in left if each.fate == fate]
-        if lines:
-            say(f"{heading}:")
-        for text in lines:
-            say(f"  {text}")
 
 
 COMMANDS = {"import": import_, "manifest": manifest}

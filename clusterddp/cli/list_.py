@@ -75,6 +75,7 @@ class Selection:
     multiple=True,
     metavar="STATE",
     type=click.Choice([state.value for state in RunState], case_sensitive=False),
+    shell_complete=lambda ctx, param, word: [state.value for state in RunState if state.value.startswith(word.upper())],
     help="Only runs in this state; may be repeated.",
 )
 @click.option("--name", "spec_name", metavar="NAME", help="Only runs whose spec has this name.")

@@ -119,10 +119,11 @@ def _try_way(first_node: str, nonce: str, ports: range, machine: Machine) -> dic
             except OSError as failure:
                 error = f"{address}: {failure.strerror or failure}"
             else:
+                owners = (link.name for link in machine.links for own in link.addresses if own.address == own_address)
                 return way | {
                     "reached": address,
                     "source": own_address,
-                    "interface": machine.interface_of(own_address),
+                    "interface": next(owners, None),
                     "clock_offset_s": round(there - (asked_at + time.time()) / 2, 3),
                     "error": "",
                 }

@@ -107,11 +107,6 @@ class Machine:
     data: Data | None = None
     """None: not read, or the run names no data."""
 
-    def interface_of(self, address: str) -> str | None:
-        """Name the interface that has an address."""
-        owners = (link.name for link in self.links for entry in link.addresses if entry.address == address)
-        return next(owners, None)
-
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

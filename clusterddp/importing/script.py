@@ -366,7 +366,8 @@ def _list_option(name: str, value: str | None, entry: Given, findings: Findings)
 
 def _translate_entry(chosen: Candidate, findings: Findings) -> None:
     command, line = chosen.command, chosen.statement.line
-    words = [_as_argument(word.text) for word in (command.target, *command.args)]
+    # In an argument of an entry, `{{name}}` stands for `{name}`.
+    words = [re.sub(r"\{([a-z][a-z0-9_]*)\}", r"{{\1}}", word.text) for word in (command.target, *command.args)]
     if command.kind == "command":
         findings.set("entry.command", words)
     else:
@@ -377,8 +378,3 @@ def _translate_entry(chosen: Candidate, findings: Findings) -> None:
         findings.lose(aside, why, line)
     for output in chosen.statement.outputs:
         findings.lose(output, "clusterddp logs RUN shows the output of ranks", line, fate="ours")
-
-
-def _as_argument(text: str) -> str:
-    """Return a text as an argument of an entry, where `{{name}}` stands for `{name}`."""
-    return re.sub(r"\{([a-z][a-z0-9_]*)\}", r"{{\1}}", text)

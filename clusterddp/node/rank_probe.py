@@ -273,14 +273,12 @@ def _result(rank: int, probe: _Probe, host: str, cpu: float | None, children: Se
         missing="" if answer else probe.missing,
         answers=None if probe.asked is None else answer is not None,
         collectives=dict(list(answer.collectives.items())[:_MAX_GROUPS]) if answer else {},
-        children=tuple(_describe(pid) for pid in children[:_MAX_CHILDREN]),
+        children=tuple(
+            f"pid {pid} ({read_state(pid) or 'ended'}): {' '.join(read_command(pid))[:120]}"
+            for pid in children[:_MAX_CHILDREN]
+        ),
         raw=raw,
     )
-
-
-def _describe(pid: int) -> str:
-    command = " ".join(read_command(pid))
-    return f"pid {pid} ({read_state(pid) or 'ended'}): {command[:120]}"
 
 
 def with_sources(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:

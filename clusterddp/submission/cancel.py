@@ -85,7 +85,13 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
         view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
         if not view.finished:
             asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
-            report(_spell_stopping(grace_s) if asks else _spell_not_asking(run.name, grace_s))
+            report(
+                f"asked to stop, waiting for its checkpoint; ended after {grace_s:.0f} s at the latest"
+                if asks
+                else f"the program has not asked clusterddp.should_stop() so far: unless it looks at "
+                f"$CLUSTERDDP_STOP_FILE itself, it is ended in {grace_s:.0f} s and saves nothing; "
+                f"clusterddp cancel {run.name} ends it now"
+            )
             view = wait(run, grace_s + _ANSWER_S - _ASKS_WITHIN_S, slurm=slurm, sync=sync)
     if not view.finished:
         raise ClusterddpError(
@@ -106,17 +112,6 @@ def _detaching(what_goes_on: str) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"{what_goes_on}; clusterddp status shows it") from None
-
-
-def _spell_stopping(grace_s: float) -> str:
-    return f"asked to stop, waiting for its checkpoint; ended after {grace_s:.0f} s at the latest"
-
-
-def _spell_not_asking(run: str, grace_s: float) -> str:
-    return (
-        f"the program has not asked clusterddp.should_stop() so far: unless it looks at $CLUSTERDDP_STOP_FILE itself, "
-        f"it is ended in {grace_s:.0f} s and saves nothing; clusterddp cancel {run} ends it now"
-    )
 
 
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:

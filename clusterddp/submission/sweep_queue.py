@@ -34,7 +34,7 @@ from clusterddp.planning.processes import process_environment, queue_command
 from clusterddp.ranks.environment import COOKIE, inherited_environment
 from clusterddp.run.attempts import cancelled, claim, end_queued, end_run, final_end, read_end
 from clusterddp.run.cleanup import marking
-from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.sweep import (
@@ -89,7 +89,11 @@ def start_queued(run: RunDir, report: Report = no_report) -> bool:
             give_up_start(run, plan_error)
         start_attempt(run, attempt.number, report, may_wait=True)
     except GpusInUseError:
-        _put_back(run, attempt)
+        write_run(run, dataclasses.replace(read_run(run), queued=True))
+        if run.cancel_file.exists():  # it was cancelled during the start
+            end_run(run, cancelled(CANCELLED_IN_QUEUE))
+        else:
+            attempt.claim.unlink(missing_ok=True)
         raise
     except KeyboardInterrupt:
         if final_end(run) is None:
@@ -115,14 +119,6 @@ def is_left(run: RunDir, view: RunView) -> bool:
     if view.state in {RunState.LOST, RunState.CANCELLED}:
         return True
     return view.state is RunState.FAILED and not any(attempt.start.exists() for attempt in run.attempts())
-
-
-def _put_back(run: RunDir, attempt: AttemptDir) -> None:
-    write_run(run, dataclasses.replace(read_run(run), queued=True))
-    if run.cancel_file.exists():  # it was cancelled during the start
-        end_run(run, cancelled(CANCELLED_IN_QUEUE))
-        return
-    attempt.claim.unlink(missing_ok=True)
 
 
 _START_TIMEOUT_S = 60.0

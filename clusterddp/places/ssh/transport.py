@@ -67,7 +67,10 @@ def shake_hands(
         transport.start_client(timeout=2 * limit_s)
         if not transport.initial_kex_done:
             raise TimeoutError
-        return transport, _host_key(transport)
+        key = transport.get_remote_server_key()
+        blob = key.public_blob if CERTIFICATE in (transport.host_key_type or "") else None
+        certificate = blob.key_blob if blob is not None else None
+        return transport, HostKey(type=key.get_name(), blob=key.asbytes(), certificate=certificate)
     except (paramiko.SSHException, EOFError, OSError) as error:
         transport.close()
         raise _no_handshake(transport, destination, error, limit_s) from error
@@ -159,13 +162,6 @@ def authenticate(transport: paramiko.Transport, destination: Destination) -> Non
                 hint="clusterddp asks for no password: configure sshd to accept a key by itself",
             )
     raise _denied(destination, refused, accepted, notes)
-
-
-def _host_key(transport: Transport) -> HostKey:
-    key = transport.get_remote_server_key()
-    blob = key.public_blob
-    certificate = blob.key_blob if blob is not None and CERTIFICATE in (transport.host_key_type or "") else None
-    return HostKey(type=key.get_name(), blob=key.asbytes(), certificate=certificate)
 
 
 def _no_handshake(transport: Transport, destination: Destination, error: Exception, limit_s: float) -> SshError:

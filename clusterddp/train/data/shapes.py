@@ -19,6 +19,10 @@ _NOISE = 32  # half the width of the uniform noise, in grey levels
 _CONTRAST = 55.0  # the least distance between shape and background in grey levels, along their farthest channel
 
 Field = Callable[[Tensor, Tensor], Tensor]
+"""The distance of a point from its shape (negative: inside), in units of the shape's radius.
+
+x and y: [count, 32, 32], y downwards.
+"""
 
 
 def generate_shapes(count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -80,30 +84,6 @@ def _uniform(count: int, low: float, high: float, random: torch.Generator) -> Te
     return torch.rand(count, generator=random) * (high - low) + low
 
 
-# Each field is the distance of a point from its shape (negative: inside), in units of the shape's radius.
-# x and y: [count, 32, 32], y downwards.
-
-
-def _disc(x: Tensor, y: Tensor) -> Tensor:
-    return torch.hypot(x, y) - 1
-
-
-def _ring(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.hypot(x, y) - 0.78).abs() - 0.22
-
-
-def _crescent(x: Tensor, y: Tensor) -> Tensor:
-    return torch.maximum(torch.hypot(x, y) - 1, 0.8 - torch.hypot(x - 0.5, y))
-
-
-def _square(x: Tensor, y: Tensor) -> Tensor:
-    return torch.maximum(x.abs(), y.abs()) - 0.8
-
-
-def _frame(x: Tensor, y: Tensor) -> Tensor:
-    return (torch.maximum(x.abs(), y.abs()) - 0.65).abs() - 0.2
-
-
 def _triangle(x: Tensor, y: Tensor) -> Tensor:
     half = math.sqrt(3) / 2
     return torch.maximum(y, half * x.abs() - 0.5 * y) - 0.5
@@ -129,19 +109,15 @@ def _star(x: Tensor, y: Tensor) -> Tensor:
     return (r * angle.cos() - 1) * (dent_y / length) + r * angle.sin() * ((1 - dent_x) / length)
 
 
-def _bars(x: Tensor, y: Tensor) -> Tensor:
-    return torch.maximum((x.abs() - 0.55).abs() - 0.25, y.abs() - 0.85)
-
-
 CLASSES: dict[str, Field] = {
-    "disc": _disc,
-    "ring": _ring,
-    "crescent": _crescent,
-    "square": _square,
-    "frame": _frame,
+    "disc": lambda x, y: torch.hypot(x, y) - 1,
+    "ring": lambda x, y: (torch.hypot(x, y) - 0.78).abs() - 0.22,
+    "crescent": lambda x, y: torch.maximum(torch.hypot(x, y) - 1, 0.8 - torch.hypot(x - 0.5, y)),
+    "square": lambda x, y: torch.maximum(x.abs(), y.abs()) - 0.8,
+    "frame": lambda x, y: (torch.maximum(x.abs(), y.abs()) - 0.65).abs() - 0.2,
     "triangle": _triangle,
     "plus": _plus,
     "saltire": _saltire,
     "star": _star,
-    "bars": _bars,
+    "bars": lambda x, y: torch.maximum((x.abs() - 0.55).abs() - 0.25, y.abs() - 0.85),
 }

@@ -37,7 +37,14 @@ class ResNet18(nn.Module):
         self.layer3 = _layer(128, 256, stride=2)
         self.layer4 = _layer(256, 512, stride=2)
         self.fc = nn.Linear(512, num_classes)
-        _reset_weights(self)
+        # torchvision's initial weights (0.28.0, models/resnet.py): He normal (fan out) for convolutions, ones and zeros
+        # for batch norm; like there, the linear layer keeps torch's own.
+        for module in self.modules():
+            if isinstance(module, nn.Conv2d):
+                nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
+            elif isinstance(module, nn.BatchNorm2d):
+                nn.init.ones_(module.weight)
+                nn.init.zeros_(module.bias)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return the logits [batch, class] of normalised images [batch, channel, height, width]."""
@@ -75,16 +82,3 @@ class BasicBlock(nn.Module):
 
 def _layer(channels_in: int, channels_out: int, *, stride: int) -> nn.Sequential:
     return nn.Sequential(BasicBlock(channels_in, channels_out, stride), BasicBlock(channels_out, channels_out, 1))
-
-
-def _reset_weights(model: nn.Module) -> None:
-    """Draw torchvision's initial weights: He normal (fan out) for convolutions, ones and zeros for batch norm.
-
-    Source: torchvision 0.28.0, models/resnet.py; like there, the linear layer keeps torch's own initial weights.
-    """
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d):
-            nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
-        elif isinstance(module, nn.BatchNorm2d):
-            nn.init.ones_(module.weight)
-            nn.init.zeros_(module.bias)
