@@ -141,11 +141,7 @@ def upload_data(path: str, target: str, uploader: Uploader) -> list[str]:
         return {host: archives[numbers] for host, numbers in needed.items()}
 
     uploader.spread(lacking, {"target": target})
-    left_out = f"{files.root}: not sent, being neither files nor links: {', '.join(files.left_out[:3])}"
-    return [
-        *([left_out] if files.left_out else []),
-        *(note for host, one in first.items() for note in _notes(host, one, files)),
-    ]
+    return [*note_left_out(files), *(note for host, one in first.items() for note in _notes(host, one, files))]
 
 
 @dataclass(kw_only=True)
@@ -248,6 +244,12 @@ def read_data(path: Path, target: str) -> tuple[str, FileSet]:
         if entry.is_file and not os.access(here, os.R_OK):
             raise ClusterddpError(f"{show(here)}: you may not read it, it was to be sent to the hosts")
     return target or "/", files
+
+
+def note_left_out(files: FileSet) -> list[str]:
+    if not files.left_out:
+        return []
+    return [f"{files.root}: not sent, being neither files nor links: {', '.join(files.left_out[:3])}"]
 
 
 def _compare_all(files: FileSet, target: str, uploader: Uploader, hosts: list[str]) -> dict[str, Found]:

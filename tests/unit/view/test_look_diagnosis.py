@@ -50,7 +50,8 @@ def test_the_loss_of_a_supervisor_is_the_loss_of_its_node(tmp_path: Path) -> Non
 
 
 def test_what_failed_before_any_rank_is_the_setup() -> None:
-    assert category("node 0 on node2 could not start its ranks: no such interface", rank=None) == "setup"
+    found = diagnosis("node 0 on node2 could not start its ranks: no such interface", rank=None)
+    assert found == Diagnosis("setup", "before any rank ran", "clusterddp doctor SPEC checks the machines")
 
 
 def test_the_last_line_of_a_traceback_counts_where_the_error_is_only_an_exit_code() -> None:
