@@ -6,9 +6,12 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from tests.support.waiting import PATIENCE
 
 CLUSTERDDP = Path(sys.executable).with_name("clusterddp")
 NAMES = ("json", "torch", "runpy", "subprocess", "pathlib", "importlib", "clusterddp", "submitit", "pip", "socket")
@@ -72,6 +75,22 @@ def test_a_run_that_goes_on_imports_nothing_from_its_own_directories(place: Plac
     done = place.run("resume", run.name, "--wait")
     assert (run / "attempts/1/end.json").exists(), done.stderr
     assert place.imported == []
+
+
+def test_exec_imports_nothing_from_where_it_is_typed_or_where_its_rank_works(place: Place) -> None:
+    (place.here / "job.yaml").write_text(
+        SPEC.replace("exit 3", f"until [ -e {place.here / 'go'} ]; do sleep 0.1; done")
+    )
+    assert place.run("submit", "job.yaml").returncode == 0
+    (run,) = (path for path in place.runs.iterdir() if (path / "run.json").exists())
+    for folder in (run, run / "launcher"):
+        plant(folder, place.marks)
+    deadline = time.monotonic() + 60 * PATIENCE
+    while (done := place.run("exec", run.name, "--", "echo", "beside")).returncode != 0:
+        assert time.monotonic() < deadline, done.stderr
+    (place.here / "go").touch()
+    assert (done.stdout, place.imported) == ("beside\n", [])
+    assert place.run("wait", run.name).returncode == 0
 
 
 def test_a_script_imports_what_lies_beside_it(place: Place, tmp_path: Path) -> None:
