@@ -322,8 +322,8 @@ def _remove_on_hosts(candidates: Sequence[Candidate], environ: Mapping[str, str]
         if found:
             groups.setdefault(tuple(each.node for each in found), []).append(found[0])
         else:
-            why = "are not asked: it is unsealed" if mark_of(run) else "are not known: its record is damaged"
-            kept[run.name] = _stays(run.name, "its hosts", why)
+            why = "it is unsealed" if mark_of(run) else "its record is damaged"
+            kept[run.name] = _stays(run.name, "its hosts are not asked", why)
     for nodes, host_runs in groups.items():
         run_of = {f"runs/{each.name}": each.run.name for each in host_runs}
         with Hosts(nodes, environ) as hosts:

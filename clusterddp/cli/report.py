@@ -36,7 +36,7 @@ _STDOUT = "-"
 @click.argument("names", metavar="[RUN]...", nargs=-1, type=RunName())
 @click.option(
     "--out", metavar="FILE", type=click.Path(dir_okay=False, allow_dash=True),
-    help="Where to write; - is standard output. Otherwise report.html: in the run's directory, or here for several.",
+    help="Where to write; - is standard output. Otherwise report.html: in the directory of your run, or here.",
 )  # fmt: skip
 @output_option
 @runs_option
@@ -61,7 +61,7 @@ def report(
 
     runs = _find_runs(runs_dir, names)
     page_text = draw_report(_read(runs, terminal))
-    out = out or (str(runs[0].report) if len(runs) == 1 else "report.html")
+    out = out or (str(runs[0].report) if len(runs) == 1 and is_ours(runs[0]) else "report.html")
     _write(page_text, out, [run.name for run in runs], output)
 
 

@@ -187,14 +187,17 @@ def _trust(run: RunDir) -> None:
     from clusterddp.run.seal import is_ours, trust
 
     def show(plan: dict[str, Any]) -> None:
-        gang, ssh = build_record(Gang, plan["gang"], str(run.plan)), plan.get("ssh")
+        gang = build_record(Gang, plan["gang"], str(run.plan))
         say(f"{run.name} gets your seal; {printable(str(run.plan))} has all that it starts:")
-        facts = {"launcher": plan.get("launcher"), "runs": plan_text.entry_text(gang.entry)}
-        facts |= {"hosts": ", ".join(str(host.get("host")) for host in ssh["hosts"])} if ssh else {}
-        facts |= {"secrets": ", ".join(plan.get("secrets") or ()), "notifies": gang.notify and gang.notify.command}
-        for name, fact in facts.items():
-            if fact:
-                say(f"  {name:<9} {printable(str(fact))}")
+        facts = {
+            "launcher": [plan.get("launcher")],
+            "runs": [plan_text.entry_text(gang.entry)],
+            "hosts": [host.get("host") for host in (plan.get("ssh") or {}).get("hosts", ())],
+            "secrets": plan.get("secrets") or (),
+            "notifies": (gang.notify.channels if gang.notify else ()),
+        }
+        for name, values in facts.items():
+            say(f"  {name:<9} {printable(', '.join(map(str, values)) or 'none')}")
 
     if not is_ours(run):
         trust(run, show)

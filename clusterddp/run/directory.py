@@ -183,11 +183,6 @@ class RunDir:
         return attempts[-1]
 
 
-def is_of_another_user(path: Path) -> bool:
-    """Return whether the directory of a run or sweep belongs to another user; False for root."""
-    return os.geteuid() not in {0, os.stat(path).st_uid}
-
-
 def is_run_name(name: str) -> bool:
     """Return whether a name from another process can be a run's: one directory below that of all runs."""
     return _RUN_NAME.fullmatch(name) is not None

@@ -29,9 +29,9 @@ def list_runs(runs_dir: Path) -> list[RunDir]:
 
 
 def list_places(runs_dir: Path) -> list[Path]:
-    """List the directories in `runs_dir` that are runs or sweeps, in no order.
+    """List the directories in `runs_dir` that are runs or sweeps, in no order, without unreadable ones.
 
-    Unreadable ones are left out, and those whose name clusterddp gives to none: commands and shells take the names.
+    Other names than clusterddp gives are none: a shell takes them as words of its own.
     """
     try:
         paths = [Path(entry.path) for entry in os.scandir(runs_dir) if is_run_name(entry.name)]

@@ -75,6 +75,13 @@ class SweepDir:
         """List the runs in the order of their tasks, without deleted ones."""
         return [run for run in (RunDir(self.path / name) for name in self.run_names()) if run.record.is_file()]
 
+    def demand_sealed(self) -> list[RunDir]:
+        """Return the runs, to act on them. Raises: ClusterddpError: there are none, or one is not this user's own."""
+        runs = self.runs()
+        for run in runs or [RunDir(self.path)]:
+            demand_sealed(run)
+        return runs
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SweepRecord:
@@ -113,17 +120,6 @@ def sweep_of(run: RunDir) -> SweepDir | None:
     """Return the sweep that a run belongs to; None if it belongs to none."""
     sweep = SweepDir(run.path.parent)
     return sweep if sweep.record.is_file() else None
-
-
-def demand_sealed_sweep(sweep: SweepDir) -> list[RunDir]:
-    """Return the runs of a sweep, to act on them.
-
-    Raises: UsageError: it has none, or one is not this user's own.
-    """
-    runs = sweep.runs()
-    for run in runs or [RunDir(sweep.path)]:
-        demand_sealed(run)
-    return runs
 
 
 def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:

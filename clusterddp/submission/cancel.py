@@ -43,9 +43,8 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, report: 
     run is not this user's own.
     """
     run = RunDir(run.path.absolute())
-    if mark_of(run) == "unsealed" and final_end(run) is not None:
-        return _describe_ended(read_state(run))
-    demand_sealed(run)
+    if mark_of(run) != "unsealed" or final_end(run) is None:  # of one that has ended the end is read
+        demand_sealed(run)
     with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
         sync.update()
         return _end(run, sync, save=save, timeout_s=timeout_s, report=report)
@@ -62,7 +61,7 @@ def _end(run: RunDir, sync: Synchroniser, *, save: bool, timeout_s: float, repor
         if num_strays:
             return f"was lost; ended {num_strays} leftover {launcher.things}"
     if view.finished:
-        return _describe_ended(view)
+        return f"has already ended: {view.state.value} ({view.reason})"
     waits = view.job is not None and view.job.phase is Phase.WAITING
     if save and view.state is not RunState.REQUEUED and view.attempt is not None and not waits:
         return _stop(run, record, view.attempt, sync, report)
@@ -136,10 +135,6 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
             hint=f"it ends as soon as its supervisors see {run.cancel_file}",
         )
     return _describe_end(view) if asked else f"was being cancelled already, {_describe_end(view)}"
-
-
-def _describe_ended(view: RunView) -> str:
-    return f"has already ended: {view.state.value} ({view.reason})"
 
 
 def _describe_end(view: RunView) -> str:

@@ -105,10 +105,7 @@ def _send(
 
 
 def _read_notify(run: RunDir) -> Notify | None:
-    """Read the messages of a run that this user's clusterddp may send; None: there are none.
-
-    Raises: UsageError: the run is not this user's own.
-    """
+    """Read the messages of a run that is this user's own; None: there are none."""
     notify = demand_sealed(run)["gang"].get("notify")
     return build_record(Notify, notify, str(run.plan)) if notify else None
 

@@ -21,7 +21,7 @@ from clusterddp.run.job_tag import job_name
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.stop import request_stop
-from clusterddp.run.sweep import SweepDir, SweepRecord, demand_sealed_sweep, read_sweep, write_sweep
+from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import Submitted, record_end
 from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep
@@ -74,7 +74,7 @@ def cancel_sweep(sweep: SweepDir, *, save: bool = False) -> str:
     this user's own.
     """
     sweep = SweepDir(sweep.path.absolute())
-    demand_sealed_sweep(sweep)
+    sweep.demand_sealed()
     record = read_sweep(sweep)
     environ = inherited_environment()
     if record.launcher == "slurm":

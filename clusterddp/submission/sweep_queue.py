@@ -37,15 +37,7 @@ from clusterddp.run.cleanup import marking
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, log_event, read_run, write_run
 from clusterddp.run.state import RunState, RunView, spell_states
-from clusterddp.run.sweep import (
-    QueueRecord,
-    SweepDir,
-    demand_sealed_sweep,
-    read_queue,
-    read_sweep,
-    write_queue,
-    write_sweep,
-)
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep, write_queue, write_sweep
 from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,
@@ -150,7 +142,7 @@ def resume_sweep(sweep: SweepDir) -> Submitted:
     sweep = SweepDir(sweep.path.absolute())
     demand_own(sweep.path)
     environ = inherited_environment()
-    runs = demand_sealed_sweep(sweep)
+    runs = sweep.demand_sealed()
     with Synchroniser(runs, environ) as sync:
         sync.update()
     views = {run: read_state(run) for run in runs}

@@ -19,7 +19,7 @@ from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.explain import explain_end, explain_waiting
 from clusterddp.places.slurm.queue import Job, Phase, Slurm, Wanted
 from clusterddp.run.attempts import read_end
-from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_of_another_user
+from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.record import RunRecord
 from clusterddp.run.state import START_GRACE_S, Answer, Records, RunState
 from clusterddp.system.files import read_tail
@@ -141,7 +141,7 @@ def _after_job(records: Records, job: Job) -> Answer:
 
 def _without_job(records: Records, words: str) -> Answer:
     """Say what is known of a run whose job Slurm does not know; `words` says so."""
-    if is_of_another_user(records.run.path):
+    if os.geteuid() not in {0, os.stat(records.run.path).st_uid}:
         reason = f"belongs to another user, whose jobs Slurm may not show to you: {words}"
         return Answer(life="unknown", words=reason)
     quiet_s = _quiet_s(records)

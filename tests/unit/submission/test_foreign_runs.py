@@ -132,6 +132,8 @@ def test_a_run_without_the_users_seal_is_shown_and_marked(
     assert "unsealed" not in command(capfd, "status calm-fox-1")[1]
     assert "the loss is nan" in command(capfd, "logs nice-run-1 --rank 1")[1]
     assert "<title>nice-run-1" in command(capfd, "report nice-run-1 --out -")[1]
+    assert command(capfd, "report nice-run-1")[0] == 0
+    assert ((place / "report.html").exists(), run.report.exists()) == (True, False)
     assert command(capfd, "compare nice-run-1 calm-fox-1")[0] == 0
     assert command(capfd, "wait nice-run-1")[0] == 5
     assert not (run.path / "notices").exists()
@@ -291,7 +293,7 @@ def test_a_run_without_a_seal_is_removed_here_and_no_host_is_asked(
     assert (code, "unsealed: only this directory" in said) == (0, True), said
     if launcher == "ssh":
         code, said = command(capfd, "rm nice-run-1 --yes")
-        assert (code, "its hosts: are not asked: it is unsealed" in " ".join(said.split())) == (1, True), said
+        assert (code, "its hosts are not asked: it is unsealed" in " ".join(said.split())) == (1, True), said
         assert "hint: --local removes it here" in said
     code, said = command(capfd, f"rm nice-run-1 --yes {'--local' if launcher == 'ssh' else ''}")
     assert (code, run.path.exists()) == (0, False), said
