@@ -4,10 +4,11 @@
     python benchmarks/random_kills.py SEED COUNT submit
 
 Each round submits a run of 2 nodes x 2 ranks that trains on the CPU, waits for up to nine seconds, and kills one or two
-of its processes: submitit's controller, the task, supervisors, guards, fork servers, ranks. Right is: nothing of the
-run is left, it is FAILED and the cause is named; or that it goes on, when only guards were killed, or a fork server
-before there were ranks, in whose place the supervisor starts each by itself. A run whose task dies before a supervisor
-is there has no process that could write its end; it must be LOST.
+of its processes: submitit's controller, the task, supervisors, guards, fork servers, ranks. Each node also has a child
+of its ranks that was started with an empty environment in a session of its own. Right is: nothing of the run is left,
+it is FAILED and the cause is named; or that it goes on, when only guards were killed, or a fork server before there
+were ranks, in whose place the supervisor starts each by itself. A run whose task dies before a supervisor is there has
+no process that could write its end; it must be LOST.
 
 With `submit` each round kills the submit itself. Right is: no run, or a whole one that has COMPLETED or is LOST.
 """
@@ -31,7 +32,14 @@ resources: {nodes: 2, procs_per_node: 2}
 snapshot: false
 train: {model: fastnet, width: 0.125, dataset: shapes, samples: 4000, epochs: 40, batch_size: 32}
 """
-GONE_WITHIN_S = 15.0
+SITECUSTOMIZE = """
+import os, subprocess, sys
+if ".n" in os.environ.get("CLUSTERDDP_COOKIE", ""):
+    asleep = [sys.executable, "-S", "-c", "import time; time.sleep(600)", os.environ["CLUSTERDDP_RUN"]]
+    subprocess.Popen(asleep, env={}, start_new_session=True)
+"""
+GONE_WITHIN_S = 45.0
+"""On a busy machine; a run whose fork server was killed shows only then that it goes on."""
 
 
 def main() -> int:
@@ -41,6 +49,8 @@ def main() -> int:
     chance = random.Random(seed)
     wrong = 0
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as directory:  # the last task may still write
+        (Path(directory) / "sitecustomize.py").write_text(SITECUSTOMIZE)
+        os.environ["PYTHONPATH"] = f"{directory}:{os.environ.get('PYTHONPATH', '')}"
         for number in range(count):
             line, right = play(chance, Path(directory))
             wrong += not right
@@ -65,13 +75,13 @@ def one_round(chance: random.Random, directory: Path) -> tuple[str, bool]:
     roles = " ".join(role for _, role in victims)
     if all(role.startswith("g") for _, role in victims):
         return f"killed {roles}: the run goes on", goes_on(directory, run)
-    while processes_of(token) and time.monotonic() < killed_at + GONE_WITHIN_S:
+    while (processes_of(token) or children_of(run)) and time.monotonic() < killed_at + GONE_WITHIN_S:
         time.sleep(0.02)
         start = Path(submitted["run_dir"]) / "attempts/0/start.json"
         if start.exists() and "the fork server ended with SIGKILL" in start.read_text():
             return f"killed {roles}, a fork server: the run goes on", goes_on(directory, run)
     took = time.monotonic() - killed_at
-    left = processes_of(token)
+    left = [*processes_of(token), *children_of(run)]
     found = status(directory, run)
     cause = found["root_cause"]
     never_started = cause is None and "task" in roles and all(rank["pid"] is None for rank in found["ranks"])
@@ -124,6 +134,20 @@ def processes_of(token: str) -> list[tuple[int, str]]:
         if carries and state not in "ZX":
             found.append((int(entry.name), rest.partition(b"\0")[0].decode()))
     return sorted(found)
+
+
+def children_of(run: str) -> list[str]:
+    """List the live children without an environment of a run."""
+    last_words = b"sleep(600)\0" + run.encode() + b"\0"
+    return [entry for entry in os.listdir("/proc") if entry.isdigit() and command_of(entry).endswith(last_words)]
+
+
+def command_of(pid: str) -> bytes:
+    """Read a command line; empty for a process that has ended."""
+    try:
+        return Path("/proc", pid, "cmdline").read_bytes()
+    except OSError:
+        return b""
 
 
 def status(directory: Path, run: str) -> dict[str, object]:

@@ -27,8 +27,9 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
 from clusterddp.node.stack_hook import peer_of
-from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment
+from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment, rank_cookies
 from clusterddp.ranks.slurm_step import StepPlace, read_place
+from clusterddp.run.cleanup import end_processes
 
 MAX_PACKET = 1 << 20
 _PREFIX = "\0clusterddp-"
@@ -73,6 +74,7 @@ class Task:
         become_subreaper()
         self._place = place = read_place(os.environ)
         gang = _read_gang(run_dir, place)
+        self._rank_cookies = rank_cookies(gang["token"], place.node_rank)
         self._name = socket_name(
             gang["token"],
             job=place.job_id,
@@ -263,6 +265,7 @@ class Task:
             with contextlib.suppress(OSError):
                 guard.recv(1)
             guard.close()
+        end_processes(*self._rank_cookies, timeout_s=5.0)  # the guard has done this, unless it was killed, too
         self._await_record()
         return self._exit_code(1)
 
