@@ -109,7 +109,7 @@ def test_a_rank_that_fails_ends_all_and_every_terminal_names_it(machines: Machin
     ended = [result(process) for process in both]
     assert [code for code, _ in ended] == [5, 5]
     assert all("the loss is nan" in said for _, said in ended)
-    assert all("try again clusterddp worker SPEC, on each machine" in said for _, said in ended)
+    assert all("once fixed clusterddp worker SPEC, on each machine" in said for _, said in ended)
 
 
 def test_ctrl_c_on_any_machine_cancels_the_run_on_all(machines: Machines) -> None:
