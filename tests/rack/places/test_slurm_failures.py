@@ -14,6 +14,7 @@ import pytest
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RankRecord, read_ranks
+from clusterddp.system.python import module_command
 from clusterddp.view.logs import parse_ranks
 from tests.support.gang_runs import processes_with
 from tests.support.launch_runs import IMPATIENT, read_plan
@@ -77,11 +78,8 @@ def processes(run: RunDir, role: str = "") -> list[tuple[int, str]]:
 
 def tasks(run: RunDir) -> list[int]:
     """List the tasks, in no order."""
-    return [
-        pid
-        for pid, command in processes(run, "task")
-        if command.startswith(f"{sys.executable} -m clusterddp.places.slurm.task")
-    ]
+    command = " ".join(module_command("clusterddp.places.slurm.task"))
+    return [pid for pid, words in processes(run, "task") if words.startswith(command)]
 
 
 def await_nothing_left(run: RunDir, within_s: float = 15) -> None:

@@ -109,7 +109,7 @@ def rank_of(task: Process) -> str:
     """Return which rank's task a process is; srun and the batch script are none's."""
     return (
         read_environment(task.pid).get("SLURM_PROCID", "")
-        if "clusterddp.places.slurm.task" in read_command(task.pid)[1:3]
+        if "clusterddp.places.slurm.task" in read_command(task.pid)[1:4]
         else ""
     )
 
