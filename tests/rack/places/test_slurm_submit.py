@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -237,7 +238,7 @@ def test_resume_submits_a_new_job_with_a_tag_of_its_own(person: SlurmPerson) -> 
 
 def test_a_user_who_has_no_name_cancels_a_job(person: SlurmPerson) -> None:
     """As in a container, or while the directory service is down."""
-    person.path.chmod(0o777)
+    os.chown(person.path, 54_321, 54_321)
     became = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "env", f"HOME={person.path}"]
 
     def clusterddp(*arguments: str) -> subprocess.CompletedProcess[str]:
