@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.lost_children import KINDS, LostChildren
 from tests.support.worker_ranks import Place, demand, meeting, wait_for, worker
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
@@ -165,6 +166,22 @@ def test_cancel_kills_the_ranks_on_this_host(tmp_path: Path) -> None:
     assert place.clusterddp("cancel", "@last").returncode == 0
     assert [ended.code for ended in wait_for(processes)] == [-signal.SIGKILL] * 2
     assert place.status()["state"] == "CANCELLED"
+
+
+def test_cancel_kills_what_a_rank_has_started_without_its_environment(tmp_path: Path) -> None:
+    children = LostChildren()
+    place = Place(tmp_path).write(f"{children.program}\nprint('here', flush=True)\nimport time\ntime.sleep(600)\n")
+    process = place.start(*worker(), PYTHONUNBUFFERED="1")
+    try:
+        assert process.stdout is not None
+        process.stdout.readline()
+        assert len(children.alive()) == KINDS
+        place.clusterddp("cancel", "@last")
+        assert children.alive() == []
+    finally:
+        children.end()
+        process.kill()
+        process.wait()
 
 
 def test_resume_says_that_the_launcher_has_to_start_it(place: Place) -> None:
