@@ -20,7 +20,7 @@ def completed(*words: str, incomplete: str) -> list[str]:
 
 
 def test_states_and_orders_of_list_are_completed() -> None:
-    assert completed("list", "--state", incomplete="com") == ["completed"]
+    assert completed("list", "--state", incomplete="com") == ["COMPLETED"]
     assert completed("list", "--sort", incomplete="t") == ["time"]
 
 
