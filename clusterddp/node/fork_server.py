@@ -24,11 +24,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, BinaryIO, NoReturn
 
 from clusterddp.node.entry import import_first
-from clusterddp.node.processes import die_with_parent, open_for_append
+from clusterddp.node.processes import die_with_parent
 from clusterddp.ranks.environment import LISTENER_FD, SUPERVISOR_PID
+from clusterddp.system.files import open_log
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Users and batch systems send these to all processes of a run to stop it. The supervisor handles them."""
@@ -121,15 +122,16 @@ def _fork_ranks(
     ranks: Mapping[str, Mapping[str, Any]], link: socket.socket, listener: int | None, printed: bytes
 ) -> dict[str, int] | None:
     """Fork all ranks and return their pids once each leads its own session; return None in a rank that is to begin."""
-    files = {rank: [open_for_append(Path(each[name])) for name in ("stdout", "stderr")] for rank, each in ranks.items()}
+    files = {rank: [open_log(Path(each[name])) for name in ("stdout", "stderr")] for rank, each in ranks.items()}
     reader, writer = os.pipe()
     pids: dict[str, int] = {}
     for rank, each in ranks.items():
         pid = os.fork()
         if pid == 0:
             _become_rank(link, writer, files[rank], each["variables"], printed)
-            for descriptor in (reader, *(file for pair in files.values() for file in pair)):
-                os.close(descriptor)
+            os.close(reader)
+            for file in (file for pair in files.values() for file in pair):
+                file.close()
             if listener is not None and rank == "0":
                 os.environ[LISTENER_FD] = str(listener)
             elif listener is not None:
@@ -143,7 +145,7 @@ def _fork_ranks(
 
 
 def _become_rank(
-    link: socket.socket, led: int, files: Sequence[int], variables: Mapping[str, str], printed: bytes
+    link: socket.socket, led: int, files: Sequence[BinaryIO], variables: Mapping[str, str], printed: bytes
 ) -> None:
     """Start a session, wait until the supervisor lets this rank begin, and set its own files and variables.
 
@@ -157,8 +159,8 @@ def _become_rank(
         link.close()
         with open(os.devnull, "rb") as nothing:
             os.dup2(nothing.fileno(), 0)
-        os.dup2(files[0], 1)
-        os.dup2(files[1], 2)
+        os.dup2(files[0].fileno(), 1)
+        os.dup2(files[1].fileno(), 2)
         if printed:
             os.write(2, printed)
     except OSError:

@@ -13,11 +13,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 from clusterddp.ranks.environment import COOKIE, LISTENER_FD
 from clusterddp.run.cleanup import marking
+from clusterddp.system.files import open_log
 from clusterddp.system.python import module_command
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
@@ -34,7 +34,7 @@ def start_rank(
     Its output is appended to files: a pipe could fill, or break with its reader. It starts in the run directory, and
     changes to its working directory itself.
     """
-    with _append_to(stdout) as out, _append_to(stderr) as err, marking(environment[COOKIE]):
+    with open_log(stdout) as out, open_log(stderr) as err, marking(environment[COOKIE]):
         process = subprocess.Popen(
             module_command("clusterddp.node.rank", str(run_dir)),
             stdin=subprocess.DEVNULL,
@@ -72,11 +72,6 @@ def start_fork_server(
     return leave_to_reap(process), ours
 
 
-def open_for_append(path: Path) -> int:
-    """Open the log of a rank."""
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
-
-
 def die_with_parent(number: int = signal.SIGKILL) -> None:
     """Have the kernel signal this process when its parent ends (Linux; elsewhere the guard's cleanup ends it)."""
     if sys.platform == "linux":
@@ -106,15 +101,6 @@ def become_subreaper() -> None:
     """Adopt the orphans among our descendants, so that a double fork does not hide them (Linux; elsewhere nothing)."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-
-
-@contextlib.contextmanager
-def _append_to(path: Path) -> Iterator[int]:
-    descriptor = open_for_append(path)
-    try:
-        yield descriptor
-    finally:
-        os.close(descriptor)
 
 
 def start_into_memory(program: str, *arguments: str) -> int | None:

@@ -12,7 +12,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import select
 import subprocess
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from typing import Any, TypedDict
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
+from clusterddp.system.files import open_log
 from clusterddp.system.python import module_command
 from clusterddp.wire import build, read_object
 
@@ -128,20 +128,17 @@ def start_supervisor(
     `module`: the program of a place whose nodes differ. `answers`: its standard output is a pipe for `read_answer`;
     otherwise it goes to the log, like standard error.
     """
-    descriptor = os.open(supervisor_log(order.run, order.node_rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-    try:
+    with open_log(supervisor_log(order.run, order.node_rank)) as log:
         process = subprocess.Popen(
             module_command(module),
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if answers else descriptor,
-            stderr=descriptor,
+            stdout=subprocess.PIPE if answers else log,
+            stderr=log,
             cwd=order.run.launcher_dir,
             env=dict(environ) | {COOKIE: cookie(order.gang.token, f"s{order.node_rank}")},
             start_new_session=True,
             pass_fds=order.hold if order.tasks is None else (order.tasks, *order.hold),
         )
-    finally:
-        os.close(descriptor)
     send(process, order.to_json())
     return process
 

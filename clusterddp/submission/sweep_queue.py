@@ -50,7 +50,7 @@ from clusterddp.submission.submit import (
 )
 from clusterddp.submission.sweep_plan import queue_width
 from clusterddp.system.directories import remove_directory
-from clusterddp.system.files import is_file, read_tail, write_json
+from clusterddp.system.files import is_file, open_log, read_tail, write_json
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.processes import read_process
 from clusterddp.system.storage import retry_outage
@@ -196,7 +196,7 @@ def _start_queue(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]
     environment = process_environment("", environ)
     # Without a cookie and a mark: the cleanup after a run must not kill the queue.
     environment.pop(COOKIE)
-    with _locked(sweep) as lock, open(sweep.queue_log, "ab", opener=_private) as log:
+    with _locked(sweep) as lock, open_log(sweep.queue_log) as log:
         sweep.cancel_file.unlink(missing_ok=True)
         starting = QueueRecord(process=ProcessIdentity.of(), is_starting=True)
         write_queue(sweep, starting)
@@ -296,10 +296,6 @@ def _signal(identity: ProcessIdentity, number: signal.Signals) -> None:
         process = read_process(identity.pid)
         if identity.alive():
             process.send_signal(number)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
 
 
 _PASS_S = 0.5

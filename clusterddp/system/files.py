@@ -135,6 +135,15 @@ def read_regular(path: Path | bytes, max_bytes: int, *, follow: bool = False) ->
     return data
 
 
+def open_log(path: Path) -> BinaryIO:
+    """Open a log, of this user alone, to append to it; no link is followed.
+
+    Raises: OSError: it cannot be opened.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+    return open(os.open(path, flags, 0o600), "ab", buffering=0)
+
+
 def append_jsonl(path: Path, row: dict[str, Any]) -> None:
     """Append one row in a single write, so rows of several writers never mix.
 
@@ -196,14 +205,19 @@ def read_last_jsonl(path: Path, tail_bytes: int) -> list[dict[str, Any]]:
     return rows
 
 
-def read_tail(path: Path) -> str:
-    """Read the end of a log without trailing blank lines; empty if it cannot be read."""
+def read_last_bytes(path: Path, max_bytes: int = _TAIL_BYTES, *, start: int = 0) -> bytes:
+    """Read the end of a log, from `start` on at most; empty if it cannot be read."""
     try:
         with open_regular(path) as file:
-            file.seek(max(0, file.seek(0, 2) - _TAIL_BYTES))
-            return file.read(_TAIL_BYTES).decode("utf-8", errors="replace").rstrip()
+            file.seek(max(start, file.seek(0, os.SEEK_END) - max_bytes))
+            return file.read(max_bytes)
     except (OSError, ClusterddpError):
-        return ""
+        return b""
+
+
+def read_tail(path: Path) -> str:
+    """Read the end of a log without trailing blank lines; empty if it cannot be read."""
+    return read_last_bytes(path).decode("utf-8", errors="replace").rstrip()
 
 
 def is_file(path: Path) -> bool:

@@ -101,7 +101,7 @@ def _other_writers(found: os.stat_result) -> "str | None":
     if found.st_mode & stat.S_IWOTH:
         return "every user"
     if found.st_mode & stat.S_IWGRP and not _is_own_group(found):
-        return f"group {_name_of_group(found.st_gid)}"
+        return f"group {_name_of(found.st_gid, group=True)}"
     return None
 
 
@@ -130,19 +130,11 @@ def _is_own_group(found: os.stat_result) -> bool:
     return group.gr_name in names and names.issuperset(group.gr_mem)
 
 
-def _name_of(uid: int) -> str:
+def _name_of(number: int, *, group: bool = False) -> str:
+    import grp
     import pwd
 
     try:
-        return pwd.getpwuid(uid).pw_name
+        return grp.getgrgid(number).gr_name if group else pwd.getpwuid(number).pw_name
     except KeyError:
-        return f"uid {uid}"
-
-
-def _name_of_group(gid: int) -> str:
-    import grp
-
-    try:
-        return grp.getgrgid(gid).gr_name
-    except KeyError:
-        return f"gid {gid}"
+        return f"{'gid' if group else 'uid'} {number}"

@@ -6,13 +6,12 @@ from __future__ import annotations
 
 import difflib
 import hashlib
-import itertools
 import json
 import os
 import re
 import stat
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from clusterddp.run.record import RunRecord
 from clusterddp.spec.program_arguments import named_arguments
 from clusterddp.spec.secret_values import HIDDEN, hide_secret_arguments, is_secret
 from clusterddp.system.file_set import FileSet, list_files, read_sum, show
-from clusterddp.system.files import open_regular, read_json
+from clusterddp.system.files import read_json, read_regular
 
 _MAX_FILE_BYTES = 200_000
 """A larger file is named and not shown."""
@@ -227,9 +226,8 @@ def read_uncommitted(code: Path, root: Path, commit: str, environ: Mapping[str, 
 
 def _blob_of(path: bytes, digits: int) -> str:
     """Compute git's name of a file's content, which has 40 or 64 digits."""
-    with open_regular(path) as file:
-        digest: Callable[[bytes], hashlib._Hash] = hashlib.sha256 if digits == 64 else hashlib.sha1
-        content = file.read()
+    digest: Callable[[bytes], hashlib._Hash] = hashlib.sha256 if digits == 64 else hashlib.sha1
+    content = read_regular(path, _MAX_CODE_BYTES)
     return digest(b"blob %d\0" % len(content) + content).hexdigest()
 
 
@@ -252,8 +250,8 @@ def _unified(old: list[str] | None, new: list[str] | None) -> list[str]:
     """
     if old is None or new is None:
         return []
-    begin = _count_equal(zip(old, new, strict=False))
-    end = min(len(old) - begin, len(new) - begin, _count_equal(zip(reversed(old), reversed(new), strict=False)))
+    begin = len(os.path.commonprefix([old, new]))  # noqa: RUF071  of lines, not of characters
+    end = len(os.path.commonprefix([old[begin:][::-1], new[begin:][::-1]]))  # noqa: RUF071
     before, after = old[begin : len(old) - end], new[begin : len(new) - end]
     counts = Counter(after)
     if sum(counts[line] for line in before) * min(len(before), len(after)) > _MAX_DIFF_WORK:
@@ -265,10 +263,6 @@ def _unified(old: list[str] | None, new: list[str] | None) -> list[str]:
         _HUNK.sub(lambda found: f"{found[1]}{int(found[2]) + first}", line) if line[:2] == "@@" else line
         for line in list(lines)[2:]
     ]
-
-
-def _count_equal(pairs: Iterable[tuple[str, str]]) -> int:
-    return sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _lines(root: Path, name: bytes) -> list[str] | None:
@@ -301,5 +295,4 @@ def _content(root: Path, name: bytes) -> tuple[str, bytes | None]:
         return "folder", None
     if found.st_size > _MAX_FILE_BYTES:
         return "large", read_sum(path)
-    with open_regular(path) as file:
-        return "file", file.read(_MAX_FILE_BYTES + 1)
+    return "file", read_regular(path, _MAX_FILE_BYTES)

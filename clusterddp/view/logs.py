@@ -24,7 +24,7 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.log_times import NOTE_EVERY_S, LogTimesReader
 from clusterddp.run.record import read_gang, read_ranks, read_start
-from clusterddp.system.files import open_regular, read_json
+from clusterddp.system.files import open_regular, read_json, read_last_bytes
 from clusterddp.system.units import UNIT_S
 from clusterddp.view.printable import printable
 
@@ -567,13 +567,7 @@ def _line_ends_before(file: BinaryIO, position: int) -> Iterator[list[int]]:
 
 def read_log_tail(path: Path, *, max_lines: int = 10, max_columns: int = 200) -> list[str]:
     """Read the last lines of a log that are not empty, escaped for a terminal; none when there is no such file."""
-    try:
-        with open_regular(path) as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 16 * 1024))
-            lines = file.read(16 * 1024).splitlines()
-    except (OSError, ClusterddpError):
-        return []
+    lines = read_last_bytes(path, 16 * 1024).splitlines()
     kept = [printable(line.rstrip()) for line in lines if line.strip()][-max_lines:]
     return [line if len(line) <= max_columns else line[: max_columns - 3] + "..." for line in kept]
 

@@ -25,7 +25,7 @@ from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, 
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.state import START_GRACE_S, Answer, Records
-from clusterddp.system.files import read_tail, write_json
+from clusterddp.system.files import open_log, read_tail, write_json
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
@@ -129,7 +129,7 @@ def _start_task(run: RunDir, attempt: int, environment: dict[str, str]) -> bytes
     """
     ours, theirs = socket.socketpair()
     with ours:
-        with theirs, open(run.launcher_dir / "submit.log", "ab", opener=_private) as output, marking(None):
+        with theirs, open_log(run.launcher_dir / "submit.log") as output, marking(None):
             process = subprocess.Popen(
                 launcher_command(run.path, attempt),
                 stdin=theirs.fileno(),
@@ -151,7 +151,3 @@ def _last_words(run: RunDir) -> str:
     logs = [run.launcher_dir / "submit.log", *sorted(run.launcher_dir.glob("submitit/*_log.err"), key=os.path.getmtime)]
     lines = [read_tail(log).rpartition("\n")[2].strip() for log in (logs[0], *logs[:0:-1])]
     return next(filter(None, lines), "its task has ended")
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags, 0o600)

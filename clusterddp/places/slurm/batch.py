@@ -51,7 +51,15 @@ from clusterddp.run.job_tag import job_tag, tag_of
 from clusterddp.run.record import JobAnswer, RunRecord, drop_secrets, log_event, read_run, write_job_answer
 from clusterddp.run.seal import refuse_changed
 from clusterddp.run.stop import request_stop
-from clusterddp.system.files import MAX_RECORD_BYTES, is_file, open_regular, read_json, read_regular, write_json
+from clusterddp.system.files import (
+    MAX_RECORD_BYTES,
+    is_file,
+    open_log,
+    read_json,
+    read_last_bytes,
+    read_regular,
+    write_json,
+)
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
 
@@ -156,7 +164,7 @@ def carry(carried: Carried, signals: Signals) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _settled_end(run) is None:
         end_processes(f"{carried.record.token}.", timeout_s=5.0)
-        end = _explain(carried, srun_end, _read_from(log, log_size_before), signals)
+        end = _explain(carried, srun_end, read_last_bytes(log, start=log_size_before).decode(errors="replace"), signals)
         end_run(run, end, attempt=attempt, token=carried.record.token)
     return _conclude(carried, attempt)
 
@@ -164,20 +172,18 @@ def carry(carried: Carried, signals: Signals) -> int:
 def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
     """Run srun until it exits; return a text that says how it ended."""
     argv = [*carried.srun, str(attempt.number)]
-    descriptor = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
-        process = subprocess.Popen(
-            argv,
-            stdin=subprocess.DEVNULL,
-            stdout=descriptor,
-            stderr=descriptor,
-            cwd=carried.run.launcher_dir,
-            env=carried.environment,
-        )
+        with open_log(log) as output:
+            process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=carried.run.launcher_dir,
+                env=carried.environment,
+            )
     except OSError as error:
         return f"srun could not be started: {error}"
-    finally:
-        os.close(descriptor)
     code = _wait_for_srun(process, carried.run, attempt)
     return f"srun {spell_exit(code)}"
 
@@ -283,16 +289,6 @@ def _finish(run: RunDir) -> int:
         return min(max(code or 1, 1), 255)
     # A stopped run is not done either: no job with an afterok dependency on it may start.
     return 0 if end.outcome == "COMPLETED" else RunCancelledError.exit_code
-
-
-def _read_from(log: Path, offset: int) -> str:
-    """Read a log from `offset` on; its last 8 KiB at most."""
-    try:
-        with open_regular(log) as file:
-            file.seek(max(offset, file.seek(0, 2) - 8192))
-            return file.read().decode("utf-8", errors="replace")
-    except (OSError, ClusterddpError):
-        return ""
 
 
 def start_next_attempt(carried: Carried, attempt: AttemptDir) -> str:

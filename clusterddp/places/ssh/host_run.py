@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import fcntl
-import json
 import os
 import re
 import time
@@ -28,7 +27,7 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_gang, read_run
 from clusterddp.run.seal import demand_sealed, mark_of
 from clusterddp.run.state import Answer, Records, RunState, RunView, derive_state
-from clusterddp.system.files import read_json, read_tail, write_json
+from clusterddp.system.files import read_json, read_last_jsonl, write_json
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
@@ -211,13 +210,9 @@ def _last_known(records: Records, head: HostReport | None) -> str:
 
 def _read_step(run: RunDir) -> int | None:
     """Read the newest step from the last rows of the metrics."""
-    for line in reversed(read_tail(run.metrics).splitlines()):
-        try:
-            step = json.loads(line)["step"]
-        except (ValueError, KeyError, TypeError):
-            continue  # the first line of the tail is cut, and a row need not have a step
-        if isinstance(step, int):
-            return step
+    with contextlib.suppress(OSError, ClusterddpError):
+        steps = [row["step"] for row in read_last_jsonl(run.metrics, 8192) if isinstance(row.get("step"), int)]
+        return steps[-1] if steps else None
     return None
 
 

@@ -21,7 +21,6 @@ ALLOWED = {
     "cli/init.py": "the user's own files: ssh's configuration",
     "cli/login_command.py": "the user's own configuration",
     "cli/page/drawing.py": "files of the package",
-    "places/local/launcher.py": "a log, to append to it",
     "places/local/task.py": "/dev/null",
     "places/slurm/task.py": "a task imports as little as it can, and reads the plan of its own job",
     "places/ssh/agent/boot.py": "runs before the package is there",
@@ -36,7 +35,6 @@ ALLOWED = {
     "run/preload.py": "the user's own script, before it is submitted",
     "run/record.py": "/proc",
     "run/seal.py": "the user's own key, checked by owner and mode",
-    "submission/sweep_queue.py": "a log, to append to it",
 }
 """File -> why it opens files in another way."""
 
