@@ -43,6 +43,7 @@ from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run
 from clusterddp.run.gang import Gang
+from clusterddp.run.seal import mark_of
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import build_record, read_json
 from clusterddp.view.printable import printable
@@ -134,6 +135,9 @@ def _submit_again(
     if name != "@last" and os.sep not in name and not parent.name.startswith(name):
         hint = f"its newest run is {parent.name}"
         raise UsageError(f"{name} is the name of a spec, not of a file or a run", hint=hint)
+    if (mark := mark_of(parent)) and not options.dry_run:
+        hint = f"submit {parent.name} -n shows what it starts; if you want that: clusterddp submit {parent.spec}"
+        raise UsageError(f"{parent.name} is {mark}: nothing of it is started", hint=hint)
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))

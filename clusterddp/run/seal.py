@@ -69,7 +69,7 @@ def demand_sealed(run: RunDir) -> dict[str, Any]:
     if mark_of(run) == "another user's":
         raise UsageError(
             f"{run.name} belongs to another user, and only that user can start it, ask it or end it",
-            hint=f"clusterddp submit {run.name} starts its spec as a run of your own",
+            hint=f"clusterddp submit {run.spec} starts its spec as a run of your own",
         )
     plan = _read_plan(run)
     if not is_sealed(plan):
