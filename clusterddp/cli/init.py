@@ -177,22 +177,17 @@ def _choose_script(answers: Answers) -> tuple[str | None, list[str]]:
     Raises: UsageError: there is no such file.
     """
     if answers.script is None:
-        scripts = _find_scripts(Path.cwd())
-        return (scripts[0], []) if len(scripts) == 1 else (None, scripts)
+        # Those that import torch.distributed; without one, those that are programs.
+        found = {path.name: _lines(path) for path in sorted(Path.cwd().glob("*.py"))}
+        for pattern in (_DISTRIBUTED, _MAIN):
+            if scripts := [name for name, lines in found.items() if any(map(pattern.match, lines))]:
+                return (scripts[0], []) if len(scripts) == 1 else (None, scripts)
+        return None, []
     if answers.script == _NO_SCRIPT:
         return None, []
     if not Path(answers.script).expanduser().is_file():
         raise UsageError(f"{answers.script}: there is no such file here", hint=f"{_NO_SCRIPT}: the built-in trainer")
     return answers.script, []
-
-
-def _find_scripts(directory: Path) -> list[str]:
-    """List the scripts that import torch.distributed; without one, those that are programs."""
-    found: dict[str, list[str]] = {path.name: _lines(path) for path in sorted(directory.glob("*.py"))}
-    for pattern in (_DISTRIBUTED, _MAIN):
-        if names := [name for name, lines in found.items() if any(map(pattern.match, lines))]:
-            return names
-    return []
 
 
 def _lines(path: Path) -> list[str]:

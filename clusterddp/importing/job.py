@@ -214,20 +214,15 @@ def _lose(given: GivenOptions, name: str, why: str, findings: Findings) -> None:
 def _nodes(given: GivenOptions, findings: Findings) -> int | None:
     value = given.value("nodes")
     if not value:
-        return _count_named(given)
+        try:  # a job without --nodes gets all of the named hosts
+            return count(given.value("nodelist"), limit=MAX_HOSTS) or None
+        except ClusterddpError:  # the path of a file with the hosts
+            return None
     number = re.fullmatch("0*([1-9][0-9]{0,5})(-.*)?", value)
     if number is None or number[2]:
         why = "a spec has one number of nodes" + (": the smallest is taken" if number else ", from 1: 1 is taken")
         _lose(given, "nodes", why, findings)
     return int(number[1]) if number else 1
-
-
-def _count_named(given: GivenOptions) -> int | None:
-    """Count the hosts of --nodelist: a job without --nodes gets all of them."""
-    try:
-        return count(given.value("nodelist"), limit=MAX_HOSTS) or None
-    except ClusterddpError:  # the path of a file with the hosts
-        return None
 
 
 def _gpus_per_node(given: GivenOptions, nodes: int | None) -> int | None:

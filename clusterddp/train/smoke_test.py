@@ -45,7 +45,10 @@ def main(environ: Mapping[str, str]) -> None:
     with _reported(variables, f"{variables.world_size} ranks meet over {variables.backend}"):
         group = join_group(variables)
     with _reported(variables, f"an all-reduce over {variables.world_size} ranks gives the right sum"):
-        _check_sum(group)
+        number = sum_over_ranks(torch.tensor([group.rank + 1.0], device=group.device), group).item()
+    expected = group.world_size * (group.world_size + 1) / 2
+    if number != expected:
+        raise ClusterddpError(f"an all-reduce gave {number:g} on rank {group.rank}, expected {expected:g}")
     if entry["smoke_test"] is None:
         _check_training(assignment, variables, group, threads=environ.get("OMP_NUM_THREADS"))
     else:
@@ -88,13 +91,6 @@ def check_program(entry: dict[str, Any], variables: RankVariables, *, code_dir: 
                 found = getattr(found, part, None)
             if not callable(found):
                 raise ClusterddpError(f"entry.function: {where} has no function {function}")
-
-
-def _check_sum(group: Group) -> None:
-    number = sum_over_ranks(torch.tensor([group.rank + 1.0], device=group.device), group).item()
-    expected = group.world_size * (group.world_size + 1) / 2
-    if number != expected:
-        raise ClusterddpError(f"an all-reduce gave {number:g} on rank {group.rank}, expected {expected:g}")
 
 
 def _check_training(assignment: Assignment, variables: RankVariables, group: Group, *, threads: str | None) -> None:
