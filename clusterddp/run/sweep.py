@@ -2,7 +2,7 @@
 
 runs/brisk-otter-3/                     one rename puts all of it in place
   sweep.json tasks.txt                  the record; the runs' names, in the order of the array's indices
-  env.json environment.json code        shared by the runs, which have symlinks
+  env.json environment.json code        shared by the runs, which have links
   queue.json CANCEL                     without Slurm: the process that starts the runs; the request to end it
   launcher/                             the options of sbatch, the batch script; the log of the queue
   brisk-otter-3.0/ brisk-otter-3.1/     the runs, each like any other

@@ -24,7 +24,7 @@ from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json
 from clusterddp.planning.processes import queue_command
 from clusterddp.planning.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
 from clusterddp.planning.slurm import SCRIPT, SlurmPlan, sbatch_argv
-from clusterddp.run.code import CodeCopy, is_too_much, plan_copy, replace_link, store_of, write_snapshot
+from clusterddp.run.code import CodeCopy, is_too_much, link_or_copy, plan_copy, replace_link, store_of, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.run.record import ProcessIdentity, RunRecord
@@ -308,7 +308,7 @@ def _plan_copies(sweep: SweepDir, plan: SweepPlan, snapshot: SnapshotPlan) -> Co
 
 
 def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[str, str], copy: CodeCopy | None) -> None:
-    """Write one run as `submission.staging.make_run` does, without syncs, and with links to the shared files."""
+    """Write one run as `submission.staging.make_run` does, without syncs, and with hard links to the shared files."""
     run = RunDir(sweep.path / plan.run)
     attempt = run.attempt(0)
     for directory in (run.path, run.checkpoints, run.tensorboard, run.launcher_dir, attempt.path.parent, attempt.path):
@@ -320,9 +320,9 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     texts |= {run.spec: plan.spec_text} | ({run.job_secrets: json.dumps(hidden)} if hidden else {})
     for path, text in texts.items():
         write_bytes(path, text.encode(), durable=False)
-    run.environment.symlink_to(os.path.relpath(sweep.environment, run.path))
+    link_or_copy(str(sweep.environment), str(run.environment))
     if plan.slurm:
-        run.job_environment.symlink_to(os.path.relpath(sweep.job_environment, run.launcher_dir))
+        link_or_copy(str(sweep.job_environment), str(run.job_environment))
     if copy is not None:
         copy.write(run.code)
         run.snapshot.symlink_to(Path("..", sweep.code.readlink()))

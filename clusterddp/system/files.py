@@ -67,13 +67,13 @@ def write_json(path: Path, value: Any, *, exclusive: bool = False) -> bool:
     return write_text(path, _dump(value, indent=1) + "\n", exclusive=exclusive)
 
 
-def read_json(path: Path) -> Any | None:
-    """Read a JSON file; None if it does not exist.
+def read_json(path: Path, *, follow: bool = False) -> Any | None:
+    """Read a JSON file; None if it does not exist. `follow` as for `open_regular`.
 
     Raises: ClusterddpError: it is not JSON, is `null`, is no regular file, or is larger than `MAX_RECORD_BYTES`.
     """
     try:
-        value = read_value(read_regular(path, MAX_RECORD_BYTES))
+        value = read_value(read_regular(path, MAX_RECORD_BYTES, follow=follow))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except ValueError as error:

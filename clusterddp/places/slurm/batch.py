@@ -425,7 +425,7 @@ def job_environment(run: RunDir, own: Mapping[str, str], token: str) -> dict[str
     """Return the environment of srun and the tasks; this job's own variables win over submitted ones."""
     submitted: dict[str, str] = {}
     for path in (run.job_environment, run.job_secrets):
-        submitted |= read_json(path) or {}
+        submitted |= read_json(path, follow=True) or {}  # a link in sweeps of earlier versions
     # SLURM_EXPORT_ENV is about the batch step; srun would apply it to its tasks.
     ours = {
         name: value
