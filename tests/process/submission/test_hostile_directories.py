@@ -190,3 +190,93 @@ def test_a_stranger_s_run_is_shown_and_never_obeyed(name: str, trap: Trap, tmp_p
     assert not trap.sprung.exists(), trap.sprung.read_text()
     assert not failures, "\n".join(map(str, failures))
     assert not changes
+
+
+STRANGER, GROUP = 2002, 2003
+KINDS = {"sticky": (0, 0o1777), "a group's": (0, 0o2770), "open": (0, 0o777), "a stranger's": (STRANGER, 0o755)}
+
+
+@pytest.fixture
+def shared(trap: Trap, request: pytest.FixtureRequest) -> Iterator[Path]:
+    """A runs directory into which a stranger has put a run, stores of code, and what looks like remains of ours."""
+    owner, mode = KINDS[request.param]
+    place = trap.project / "shared"
+    place.mkdir()
+    planted = plant_run(trap, PLANTS["a link to secrets"][0])
+    planted.path.rename(place / NAME)
+    for name in (".code", f".code-{os.getuid()}", ".removed-1", ".staging-1"):
+        (place / name / "kept").mkdir(parents=True)
+        (place / name).chmod(0o777)
+        os.utime(place / name, (1, 1))
+    for folder, names, files in os.walk(place):
+        for each in (Path(folder, name) for name in [*names, *files]):
+            os.chown(each, STRANGER, STRANGER, follow_symlinks=False)
+    os.chown(place, owner, GROUP)
+    place.chmod(mode)
+    yield place
+    shutil.rmtree(place)
+
+
+def submit(trap: Trap, runs: Path, **variables: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "clusterddp", "submit", "job.yaml", "--wait", "--runs", str(runs)]
+    env = environment(trap) | variables
+    return subprocess.run(command, cwd=trap.project, env=env, capture_output=True, text=True, timeout=400, check=False)
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("shared", KINDS, indirect=True)
+def test_a_directory_of_several_users_is_read_and_nothing_in_it_is_obeyed(
+    shared: Path, trap: Trap, tmp_path: Path
+) -> None:
+    before = state_of(trap.home, trap.project, but=trap.runs)
+    asked = [command.replace("RUN", NAME).split() for command in [*LOOKS, *OTHERS] if "MINE" not in command]
+    commands = [[*argv, "--runs", "shared"] for argv in asked if argv[0] not in ("dash", "exec")]
+    for argv, (code, said, heard) in zip(commands, look_at(trap, commands, tmp_path), strict=True):
+        assert (code >= 0, "internal:" in said, heard) == (True, False, ""), (argv, said)
+        if argv[0] == "list":
+            assert (code, NAME in said) == (0, True)
+    assert state_of(trap.home, trap.project, but=trap.runs) == before
+    assert not trap.sprung.exists()
+
+
+@pytest.mark.root
+@pytest.mark.parametrize("shared", KINDS, indirect=True)
+def test_a_run_is_started_only_where_no_stranger_can_replace_it(
+    shared: Path, trap: Trap, request: pytest.FixtureRequest
+) -> None:
+    kind = request.node.callspec.params["shared"]
+    strangers = sorted(path.name for path in shared.iterdir())
+    done = submit(trap, shared)
+    if kind != "sticky":
+        assert done.returncode == 1
+        assert ("belongs to uid" if kind == "a stranger's" else f"chmod +t {shared}") in done.stderr
+        assert sorted(path.name for path in shared.iterdir()) == strangers
+        if kind == "a stranger's":
+            done = submit(trap, shared, CLUSTERDDP_SAFE_DIRECTORIES=str(trap.project))
+        else:
+            shared.chmod(shared.stat().st_mode | 0o1000)
+            done = submit(trap, shared)
+    if done.returncode:  # a script needs the store of code, whose names the stranger has taken
+        assert f"{shared}/.code-{os.getuid()} belongs to uid {STRANGER}, and has to be yours" in done.stderr
+    assert {path.name for path in shared.iterdir()} >= set(strangers)
+    assert not trap.sprung.exists()
+
+
+@pytest.mark.root
+def test_a_run_that_a_stranger_has_put_in_place_of_ones_own_is_not_resumed(trap: Trap, tmp_path: Path) -> None:
+    place = trap.project / "swapped"
+    assert submit(trap, place).returncode == 0
+    (own,) = [path for path in place.iterdir() if not path.name.startswith(".")]
+    own.rename(tmp_path / "away")
+    planted = plant_run(trap, PLANTS["a program"][0])
+    planted.path.rename(own)
+    os.chown(own, STRANGER, STRANGER)
+    commands = [
+        ["resume", own.name, "--from-start", "--runs", "swapped"],
+        ["exec", own.name, "true", "--runs", "swapped"],
+    ]
+    for code, said, heard in look_at(trap, commands, tmp_path):
+        assert (code in (1, 2), heard) == (True, ""), said
+        assert f"{own.name} belongs to" in said
+    shutil.rmtree(place)
+    assert not trap.sprung.exists()
