@@ -17,6 +17,7 @@ from clusterddp.run.attempts import AttemptEnd, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.record import RankRecord, read_ranks
+from clusterddp.run.seal import sealed
 from tests.support.waiting import PATIENCE, wait_until
 
 TASK = Path(__file__).parent / "gang" / "task.py"
@@ -195,7 +196,7 @@ def make_gang(tmp_path: Path, program: str, *, nodes: int = 2, ranks_per_node: i
         "on_cpu": True,
     }
     gang = Gang(**(defaults | options))
-    (run_dir / "plan.json").write_text(json.dumps({"gang": gang.to_json()}))
+    (run_dir / "plan.json").write_text(json.dumps(sealed({"gang": gang.to_json()})))
     return gang
 
 

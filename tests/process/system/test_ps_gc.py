@@ -22,7 +22,10 @@ from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.leftovers import RunHere, end_left_over, find_runs
 from clusterddp.run.record import RunRecord, write_run
+from clusterddp.run.seal import sealed
+from clusterddp.system.files import write_json
 from tests.support.gang_runs import GangRun, processes_with, running
+from tests.support.handmade_slurm_runs import placeholder_gang
 from tests.support.paths import TESTS
 from tests.support.waiting import wait_until
 
@@ -88,6 +91,7 @@ def make_record(path: Path, token: str) -> RunDir:
     made = RunDir(path)
     made.path.mkdir(parents=True)
     write_run(made, RunRecord(run=path.name, token=token, name="job", launcher="local", created_ns=1))
+    write_json(made.plan, sealed({"run": path.name, "gang": placeholder_gang(), "spec": {}}))
     return made
 
 
