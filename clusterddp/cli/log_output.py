@@ -53,8 +53,8 @@ def write_logs(
         return format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=wanted.timestamps)
 
     out, last = stream.buffer, b""
-    with TemporaryDirectory(prefix="clusterddp-") as tails, contextlib.closing(StateLine(run, terminal)) as state_line:
-        chosen, wanted = _fetch_logs(run, ranks, sync, query or LogQuery(), Path(tails), follow=follow)
+    with contextlib.ExitStack() as stack, contextlib.closing(StateLine(run, terminal)) as state_line:
+        chosen, wanted = _fetch_logs(run, ranks, sync, query or LogQuery(), stack, follow=follow)
         pieces = follow_logs(run, chosen, wanted, sync=sync) if follow else read_logs(run, chosen, wanted)
         for piece in pieces:
             if piece is None:  # no more output now
@@ -138,9 +138,12 @@ def starting_text(run: RunDir, view: RunView) -> str:
 
 
 def _fetch_logs(
-    run: RunDir, ranks: str, sync: Synchroniser, query: LogQuery, tails: Path, *, follow: bool
+    run: RunDir, ranks: str, sync: Synchroniser, query: LogQuery, stack: contextlib.ExitStack, *, follow: bool
 ) -> tuple[tuple[int, ...], LogQuery]:
-    """Choose ranks, and copy their logs from remote hosts, or the ends to `tails`; return both, as they are read."""
+    """Choose ranks, and copy their logs from remote hosts, or only the ends, which `stack` removes again.
+
+    Returns the ranks, and the query by which the copies are read.
+    """
     from clusterddp.view.logs import choose_ranks, lacks_times, position_of_last_lines
 
     if follow or ranks == "failed":
@@ -149,7 +152,8 @@ def _fetch_logs(
     attempts = run.attempts()
     newest = attempts[-1].number if follow and attempts else None
     first, lines = newest if query.attempt is None else query.attempt, query.tail_lines
-    if lines is not None and query.since is None and not follow:
+    if sync.has_hosts and lines is not None and query.since is None and not follow:
+        tails = Path(stack.enter_context(TemporaryDirectory(prefix="clusterddp-")))
         sync.want_logs(chosen, first, tails=(tails, _TAIL_BYTES + lines * _LINE_BYTES))
         sync.update_logs()
         if all(position_of_last_lines(path, lines) for path in tails.rglob("rank-*")):

@@ -115,6 +115,10 @@ class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
         if self._sessions is not None:
             self._sessions.close()
 
+    @property
+    def has_hosts(self) -> bool:
+        return bool(self._host_runs)
+
     def want_logs(self, ranks: Iterable[int], first_attempt: int | None, tails: tuple[Path, int] | None = None) -> None:
         """Download logs of these ranks, too, from `first_attempt` on; None: the newest one; `tails`: see `Wants`."""
         self._wants = Wants(logs=frozenset(ranks), first_attempt=first_attempt, tails=tails)

@@ -24,6 +24,7 @@ from clusterddp.planning.plan import Plan
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
+from clusterddp.run.seal import is_sealed
 from clusterddp.run.state import RunState
 from clusterddp.submission.submit import start_attempt, submit, wait
 from clusterddp.system.file_set import has_digest
@@ -95,7 +96,9 @@ def test_a_run_is_for_its_owners_eyes_alone(tmp_path: Path) -> None:
 
 def test_the_plan_is_what_was_written(tmp_path: Path) -> None:
     plan = plan_script(tmp_path)
-    assert read_plan(RunDir(make_run(plan, os.environ).run_dir)) == json.loads(json.dumps(plan.to_json()))
+    written = read_plan(RunDir(make_run(plan, os.environ).run_dir))
+    assert is_sealed(written)
+    assert written == json.loads(json.dumps(plan.to_json())) | {"seal": written["seal"]}
 
 
 def test_a_new_runs_directory_is_ignored_by_git(tmp_path: Path) -> None:
