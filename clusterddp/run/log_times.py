@@ -97,9 +97,8 @@ class LogTimesReader:
                 return
             with open_regular(self._path) as file:
                 file.seek(self._position)
-                while (line := file.readline(MAX_ROW_BYTES)).endswith(
-                    b"\n"
-                ):  # else it is being written, or far too long
+                # A line without an end is being written, or is far too long.
+                while (line := file.readline(MAX_ROW_BYTES)).endswith(b"\n"):
                     self._position += len(line)
                     self._take(line)
         except (OSError, ClusterddpError):

@@ -172,9 +172,7 @@ _ROWS = [
     '{"kind": [], "step": {}, "loss": []}',
     "\x1b]0;evil\x07",
 ]
-_FILES = ("run.json", "plan.json", "env.json", "events.jsonl", "metrics.jsonl", "summary.json", "spec.yaml")
-_OF_ATTEMPT = ("start.json", "end.json", "usage.json", "ranks/000.json", "logs/rank-000.out", "logs/node-000.times")
-_PATHS = (*_FILES, *(f"attempts/0/{name}" for name in _OF_ATTEMPT))
+_PATHS = ("run.json", "plan.json", "events.jsonl", "metrics.jsonl", "attempts/0/end.json")
 
 PLANTS: dict[str, tuple[Plant, str]] = {
     "a program": (_nothing, ""),
