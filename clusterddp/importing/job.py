@@ -51,7 +51,7 @@ class GivenOptions(dict[str, Given]):
 
     def number(self, name: str) -> int | None:
         """Return a number from 1."""
-        return int(self.value(name)) if re.fullmatch("0*[1-9][0-9]{0,5}", self.value(name)) else None
+        return int(self.value(name)) if re.fullmatch("0{0,9}[1-9][0-9]{0,5}", self.value(name)) else None
 
     def count(self, name: str) -> int | None:
         """Count GPUs in `4`, `a100:4`, `a100:2,v100:2`."""
@@ -201,7 +201,7 @@ def _cores(given: GivenOptions, gpus: int | None, tasks: int, findings: Findings
 def _refuse_odd_numbers(given: GivenOptions, findings: Findings) -> None:
     """List sizes that are not a number from 1."""
     for name in _NUMBERS:
-        if name in given and not re.fullmatch("0*[1-9][0-9]{0,5}", given.value(name)):
+        if name in given and not re.fullmatch("0{0,9}[1-9][0-9]{0,5}", given.value(name)):
             _lose(given, name, "expected a number from 1", findings)
     if "gres" in given and not given.value("gres"):
         _lose(given, "gres", "has no value", findings)
@@ -230,7 +230,7 @@ def _gpus_per_node(given: GivenOptions, nodes: int | None) -> int | None:
     if per_node is not None:
         return per_node
     for resource in given.value("gres").split(","):
-        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:=][A-Za-z_][^:=(]*)?(?:[:=]([0-9]+))?(?:\(.*\))?", resource)
+        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:=][A-Za-z_][^:=(]*)?(?:[:=]([0-9]{1,6}))?(?:\(.*\))?", resource)
         if match:
             return int(match[1] or 1)
     total = given.count("gpus")

@@ -38,6 +38,7 @@ HEADINGS: dict[Fate, str] = {
     "before": "To do before you submit, in the shell that submits",
     "ours": "Left out because clusterddp does it",
 }
+_INDEX = re.compile("[0-9]{1,9}")
 _MAX_SHOWN = 160
 
 
@@ -176,7 +177,7 @@ def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSp
 
 def _place_in_list(key: str) -> tuple[int, ...]:
     """Order keys so that removing them from the last on moves no entry of a list before its removal."""
-    return tuple(int(part) for part in key.split(".") if part.isascii() and part.isdigit())
+    return tuple(int(part) for part in key.split(".") if _INDEX.fullmatch(part))
 
 
 def _take(values: Any, path: list[str]) -> tuple[Any] | None:
@@ -187,6 +188,6 @@ def _take(values: Any, path: list[str]) -> tuple[Any] | None:
         values = values.get(part) if isinstance(values, dict) else None
     if isinstance(values, dict) and path[-1] in values:
         return (values.pop(path[-1]),)
-    if isinstance(values, list) and path[-1].isdigit() and int(path[-1]) < len(values):
+    if isinstance(values, list) and _INDEX.fullmatch(path[-1]) and int(path[-1]) < len(values):
         return (values.pop(int(path[-1])),)
     return None

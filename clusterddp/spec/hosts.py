@@ -271,7 +271,7 @@ _SLOTS = ("slots", "gpus")
 _WORD = re.compile(r"[^\s=]+\s*=\s*[^\s=]*|\S+")
 _PART = re.compile(r"(?:[^,\s\[]|\[[^\]]*\]?)+")
 """What stands between commas and blanks outside of brackets."""
-_NUMBERED = re.compile(r"(?P<host>[^:]+):(?P<slots>0*[1-9][0-9]{0,5})")
+_NUMBERED = re.compile(r"(?P<host>[^:]+):(?P<slots>0{0,9}[1-9][0-9]{0,5})")
 _HINTS = {
     "port": "a port belongs in ssh_config",
     "user": "a user belongs in ssh_config, or before the host: user@host",

@@ -44,7 +44,7 @@ def names_argument(path: tuple[str, ...]) -> bool:
 
 def argument_position(path: tuple[str, ...]) -> int | None:
     """Return the position that the key of an argument has in place of a name."""
-    return int(path[2]) if len(path) == len(_ARGS) + 1 and path[2].isdecimal() else None
+    return int(path[2]) if len(path) == len(_ARGS) + 1 and re.fullmatch("[0-9]{1,9}", path[2]) else None
 
 
 def set_argument(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:

@@ -96,10 +96,10 @@ def parse_ranks(text: str, world_size: int) -> tuple[int, ...]:
         return tuple(range(world_size))
     ranks: set[int] = set()
     for part in text.split(","):
-        first, dash, last = part.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
+        found = re.fullmatch("([0-9]{1,9})(?:-([0-9]{1,9}))?", part.strip())
+        if found is None:
             raise UsageError(f"--rank {text}: not understood", hint="write 0, or 0,3-5, or all, or failed")
-        chosen = range(int(first), int(last or first) + 1)
+        chosen = range(int(found[1]), int(found[2] or found[1]) + 1)
         if not chosen or chosen[-1] >= world_size:
             raise UsageError(f"--rank {text}: the run has ranks 0-{world_size - 1}")
         ranks.update(chosen)

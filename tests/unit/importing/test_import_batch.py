@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from clusterddp.errors import UsageError
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.importing.files import Findings
 from clusterddp.importing.reading import Imported, import_files
 from clusterddp.planning.slurm import choose_options
@@ -128,6 +129,13 @@ def test_a_value_that_a_spec_refuses_is_listed_with_the_reason(tmp_path: Path) -
     lost = [each for each in found.left if each.fate == "lost"]
     assert [each.text for each in lost] == ["resources.time: UNLIMITED"]
     assert "leave time out for no limit" in lost[0].why
+
+
+@pytest.mark.parametrize("option", ["--gres=gpu:{nines}", "--nodes={zeros}1", "--gpus={zeros}1", "--ntasks={zeros}1"])
+def test_a_number_of_thousands_of_digits_is_no_internal_error(tmp_path: Path, option: str) -> None:
+    option = option.format(nines="9" * 4_400, zeros="0" * 5_000)
+    with contextlib.suppress(ClusterddpError):
+        imported(tmp_path, f"#!/bin/bash\n#SBATCH {option}\nsrun python t.py\n")
 
 
 def test_lines_behind_the_first_command_and_of_other_schedulers_are_listed() -> None:
