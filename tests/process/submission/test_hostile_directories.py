@@ -46,7 +46,7 @@ OTHERS = [
     "submit RUN",
     "cancel RUN",
     "cancel RUN --save",
-    "gc --yes --older-than 1d",
+    "gc -n --older-than 1d",
 ]
 EACH_IN_A_CHILD = """
 import http.client, importlib, json, os, pathlib, pkgutil, resource, signal, sys, threading
