@@ -13,8 +13,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from clusterddp.system.own_directory import SAFE_DIRECTORIES
-
 
 def spell_ranks(ranks: Iterable[int]) -> str:
     """Write ranks: `rank 3`, `ranks 0-7`, `ranks 0-3, 6`."""
@@ -103,6 +101,8 @@ def exec_environment(environ: Mapping[str, str], place: Mapping[str, int], token
 
 def inherited_environment() -> dict[str, str]:
     """Return the environment that child processes inherit: this process's, without the variables of one process."""
+    from clusterddp.system.own_directory import SAFE_DIRECTORIES  # which a rank, that imports little, does not need
+
     names = {name for name in os.environ if name == SAFE_DIRECTORIES or not name.startswith("CLUSTERDDP_")}
     return {name: value for name, value in os.environ.items() if name in names}
 

@@ -15,8 +15,9 @@ from clusterddp.cli.main import main
 from clusterddp.node.local_ranks import was_connected
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.gang import Gang
-from tests.support.gang_runs import make_gang, running, started
+from tests.support.gang_runs import GangRun, make_gang, running, started
 from tests.support.handmade_runs import make_run, start_attempt
+from tests.support.waiting import wait_until
 
 MEET = """
 import socket
@@ -69,22 +70,43 @@ def test_ranks_of_one_host_may_meet_where_they_like(tmp_path: Path) -> None:
 
 
 TRAIN = """
-import torch, torch.distributed as dist
+import itertools, torch, torch.distributed as dist
 model = torch.nn.Linear(4, 1)
+def goes_on(step):
+    return not (run_dir / "GO").exists()
 {prepare}
-end = time.monotonic() + {lasts_s}
-while time.monotonic() < end:
+up()
+for step in itertools.takewhile(goes_on, itertools.count()):
+    time.sleep(0.1)
     loss = model(torch.randn(8, 4)).pow(2).mean()
     loss.backward()
-    time.sleep(0.1)
 {close}
 """
 JOIN = "dist.init_process_group('gloo')"
-WRAP = "; model = torch.nn.parallel.DistributedDataParallel(model)"
+WRAP = """
+model = torch.nn.parallel.DistributedDataParallel(model)
+def goes_on(step):
+    # Rank 0 names the last step, which is the same for both: each step waits for the other rank.
+    if rank == 0 and (run_dir / "GO").exists():
+        (run_dir / f"last-{step + 2}").touch()
+    return not (run_dir / f"last-{step}").exists()
+"""
 CLOSE = "dist.destroy_process_group()"
 ALONE = (
     "no rank was seen in a collective; each of the 2 ranks may have trained alone, which is right if they need not meet"
 )
+
+
+def await_looks(run: GangRun) -> None:
+    """Wait until all ranks were looked at, since a look may have begun before."""
+    for _ in range(2):
+        before = modified(run)
+        wait_until(lambda before=before: modified(run) != before)  # type: ignore[misc]
+
+
+def modified(run: GangRun) -> int:
+    usage = run.attempt().usage
+    return usage.stat().st_mtime_ns if usage.exists() else 0
 
 
 @pytest.mark.parametrize(
@@ -93,16 +115,21 @@ ALONE = (
         ("", "", 1, ALONE),
         (JOIN, CLOSE, 2, ALONE),
         (JOIN + WRAP, CLOSE, 1, ""),
-        (JOIN, "dist.barrier(); time.sleep(8); " + CLOSE, 1, ""),
+        (JOIN, "dist.barrier()\nwhile not (run_dir / 'END').exists():\n    time.sleep(0.1)\n" + CLOSE, 1, ""),
     ],
     ids=["no group", "an unused group on 2 hosts", "DDP", "met late"],
 )
 def test_ranks_that_were_seen_in_no_collective_are_warned_of(
     tmp_path: Path, prepare: str, close: str, nodes: int, expected: str
 ) -> None:
-    program = TRAIN.format(prepare=prepare, close=close, lasts_s=9)
-    gang = make_gang(tmp_path, program, nodes=nodes, ranks_per_node=2 // nodes)
+    gang = make_gang(tmp_path, TRAIN.format(prepare=prepare, close=close), nodes=nodes, ranks_per_node=2 // nodes)
     with started(tmp_path, gang) as run:
+        run.await_up()
+        await_looks(run)
+        (run.run.path / "GO").touch()
+        if "END" in close:
+            await_looks(run)
+            (run.run.path / "END").touch()
         assert run.await_end(40) == [0] * nodes, run.logs()
         assert (run.end().outcome, run.end().warning) == ("COMPLETED", expected)
 
