@@ -18,6 +18,8 @@ _MISSING = re.compile(
     r"NCCL (?:INFO|WARN) (NET/IB : No device found\.|Failed to open libibverbs\S*|.*ibv_\w+.*failed.*)"
 )
 _ADDRESS = re.compile(r"^(\S+?):\S*<\d+>$")
+_MAX_LINE = 4_000
+"""NCCL writes shorter lines; a longer one, of a program that writes there, too, would take long to search."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,6 +41,7 @@ class Transport:
 
 def read_transport(log: str) -> Transport | None:
     """Read one rank's log as far as it is written; None: NCCL has not chosen a network yet."""
+    log = "\n".join(line for line in log.split("\n") if len(line) <= _MAX_LINE)
     networks = _NETWORK.findall(log)
     if not networks:
         return None

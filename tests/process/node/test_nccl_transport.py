@@ -72,13 +72,15 @@ a:1:2 [0] NCCL INFO Using network Socket
             ),
         ),
         (ROCE, Transport(network="IB", devices=("mlx5_bond_0:1/RoCE",))),
+        # To search this line would take minutes.
+        (f"{'NCCL INFO Channel ' * 20_000}\n{ROCE}", Transport(network="IB", devices=("mlx5_bond_0:1/RoCE",))),
         (EFA, Transport(network="AWS Libfabric", links=("NET/AWS Libfabric/GDRDMA",))),
         (NO_DEVICE, Transport(network="Socket", devices=("eth0",), complaint="NET/IB : No device found.")),
         (IB[: IB.index("Using network IB")], None),
         ("", None),
         ("\0\xff Using network IB\nvia NET/\n", None),
     ],
-    ids=["IB", "sockets", "RoCE", "EFA", "no device", "not yet", "nothing", "garbage"],
+    ids=["IB", "sockets", "RoCE", "a long line", "EFA", "no device", "not yet", "nothing", "garbage"],
 )
 def test_nccl_s_own_lines_are_read(log: str, expected: Transport | None) -> None:
     assert read_transport(log) == expected
