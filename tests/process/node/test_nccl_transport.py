@@ -43,6 +43,7 @@ ROCE = """\
 a:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_bond_0:1/RoCE ; OOB bond0:10.0.0.1<0>
 a:1:1 [0] NCCL INFO Using network IB
 """
+LONG = f"a:1:1 [0] NCCL INFO NET/IB : Using [0]{'x:' * 100_000}"
 EFA = """\
 ip-10-0-0-1:88:99 [0] NCCL INFO NET/OFI Selected Provider is efa (found 4 nics)
 ip-10-0-0-1:88:99 [0] NCCL INFO Using network AWS Libfabric
@@ -73,7 +74,7 @@ a:1:2 [0] NCCL INFO Using network Socket
         ),
         (ROCE, Transport(network="IB", devices=("mlx5_bond_0:1/RoCE",))),
         # To search this line would take minutes.
-        (f"{'NCCL INFO Channel ' * 20_000}\n{ROCE}", Transport(network="IB", devices=("mlx5_bond_0:1/RoCE",))),
+        (f"{ROCE}{LONG}\n", Transport(network="IB", devices=("mlx5_bond_0:1/RoCE",))),
         (EFA, Transport(network="AWS Libfabric", links=("NET/AWS Libfabric/GDRDMA",))),
         (NO_DEVICE, Transport(network="Socket", devices=("eth0",), complaint="NET/IB : No device found.")),
         (IB[: IB.index("Using network IB")], None),
