@@ -43,7 +43,7 @@ ROCE = """\
 a:1:1 [0] NCCL INFO NET/IB : Using [0]mlx5_bond_0:1/RoCE ; OOB bond0:10.0.0.1<0>
 a:1:1 [0] NCCL INFO Using network IB
 """
-LONG = f"a:1:1 [0] NCCL INFO NET/IB : Using [0]{'x:' * 100_000}"
+LONG = f"a:1:1 [0] NCCL INFO NET/IB : Using [0]{'x:' * 1_000_000}"
 EFA = """\
 ip-10-0-0-1:88:99 [0] NCCL INFO NET/OFI Selected Provider is efa (found 4 nics)
 ip-10-0-0-1:88:99 [0] NCCL INFO Using network AWS Libfabric
