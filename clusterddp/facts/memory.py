@@ -1,6 +1,7 @@
-"""The limits of memory and CPU time by control groups, the free memory, the kernel's kills for lack of memory.
+"""The limits of memory and CPU time by control groups, the free memory, and the kernel's kills for lack of memory.
 
-The limits of a group and of all its parents apply to a process.
+The limits of a group and of all its parents apply to a process. Those of shared memory, open files and processes
+explain an error.
 """
 
 from __future__ import annotations

@@ -347,9 +347,8 @@ def find_last_line(text: str) -> tuple[str, str] | None:
         tracebacks = [block for block in _tracebacks(text.splitlines()) if not _REPORTS.match(block[-1])]
         if tracebacks:
             return tracebacks[-1][-1].strip(), "\n".join(tracebacks[-1])
-    if lines[-1].startswith(_HYDRA) and (
-        said := text.partition(_HYDRA)[0].strip()
-    ):  # a wrong override has no traceback
+    said = text.partition(_HYDRA)[0].strip()
+    if said and lines[-1].startswith(_HYDRA):  # a wrong override has no traceback
         last_words = said.rpartition("\n\n")[2]
         return last_words.splitlines()[0], last_words
     return lines[-1].strip(), "\n".join(text.splitlines()[-_LINES:])

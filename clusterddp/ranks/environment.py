@@ -103,8 +103,8 @@ def inherited_environment() -> dict[str, str]:
     """Return the environment that child processes inherit: this process's, without the variables of one process."""
     from clusterddp.system.own_directory import SAFE_DIRECTORIES  # which a rank, that imports little, does not need
 
-    names = {name for name in os.environ if name == SAFE_DIRECTORIES or not name.startswith("CLUSTERDDP_")}
-    return {name: value for name, value in os.environ.items() if name in names}
+    kept = (name for name in os.environ if name == SAFE_DIRECTORIES or not name.startswith("CLUSTERDDP_"))
+    return {name: os.environ[name] for name in kept}
 
 
 def _logs_nccl_for_run(environ: Mapping[str, str]) -> bool:

@@ -67,7 +67,7 @@ def _fault_of(place: str, found: os.stat_result, trusted: "set[int]", instead: s
     """Judge one directory, or link, on the way."""
     owner = _name_of(found.st_uid)
     if found.st_uid not in trusted:
-        remedy = f"{instead}; or, if you trust {owner}, {_type_safe(place)}"
+        remedy = f"{instead}; or, if you trust {owner}, {_trusting(place)}"
         remedy += "; NFS shows this owner, too, where it cannot name one" if owner == "nobody" else ""
         return f"{place} belongs to {owner}, who can replace the files of runs below it", remedy
     who = _other_writers(found)
@@ -76,7 +76,7 @@ def _fault_of(place: str, found: os.stat_result, trusted: "set[int]", instead: s
     what = f"{place} (mode {stat.S_IMODE(found.st_mode):04o}): {who} can replace the files of runs below it"
     typed = "" if found.st_uid == os.geteuid() else f", typed by {owner}"
     remedy = f"chmod +t {place}{typed}: each user then replaces only files of their own; or {instead}"
-    return what, f"{remedy}; or, if you trust all who can write there, {_type_safe(place)}"
+    return what, f"{remedy}; or, if you trust all who can write there, {_trusting(place)}"
 
 
 def _is_safe(place: str) -> bool:
@@ -85,7 +85,8 @@ def _is_safe(place: str) -> bool:
     return any(os.path.commonpath([each, place]) in (each, place) for each in safe if os.path.isabs(each))
 
 
-def _type_safe(place: str) -> str:
+def _trusting(place: str) -> str:
+    """Return the command by which the user says so."""
     return f"export {SAFE_DIRECTORIES}={shlex.quote(place)}"
 
 

@@ -5,16 +5,15 @@ from __future__ import annotations
 import os
 import shutil
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.support.person import Person
 from tests.support.waiting import PATIENCE
 
-CLUSTERDDP = Path(sys.executable).with_name("clusterddp")
 MALLORY, GROUP = 2002, 2003
 SPEC = "name: mine\nlauncher: local\ndevice: cpu\nresources: {}\nrestarts: 1\nentry: {command: [sh, -c, 'exit 3']}\n"
 
@@ -35,15 +34,8 @@ class Place:
         (self.here / "job.yaml").write_text(spec)
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
-            [str(CLUSTERDDP), *arguments],
-            cwd=self.here,
-            env=os.environ | {"CLUSTERDDP_RUNS": str(self.runs)},
-            capture_output=True,
-            text=True,
-            timeout=240,
-            check=False,
-        )
+        person = Person(path=self.here, environ={"CLUSTERDDP_RUNS": str(self.runs)}, checks=False)
+        return person.clusterddp(*arguments)
 
     @property
     def names(self) -> list[str]:
