@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from clusterddp.errors import UsageError
-from clusterddp.importing.options import Word
 from clusterddp.ranks.environment import PLACE_VARIABLES
 from clusterddp.spec import tree
 from clusterddp.spec.fields import MAX_RANKS
 from clusterddp.spec.hosts import read_hostfile
+from clusterddp.spec.launch_options import Word
 from clusterddp.spec.secret_values import hide_secret_arguments, is_secret
 
 Fate = Literal["lost", "before", "ours"]

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.importing.files import Findings
-from clusterddp.importing.options import SBATCH, Option, Word, take_options
 from clusterddp.network.hostlist import MAX_HOSTS, count
+from clusterddp.spec.launch_options import SBATCH, Option, Word, take_options
 
 SIZES = frozenset(
     {

@@ -10,7 +10,7 @@ from typing import Literal, NoReturn
 
 from clusterddp.importing.files import Findings, set_variable
 from clusterddp.importing.job import GPU_SIZES, SIZES, Given, GivenOptions, Sizes
-from clusterddp.importing.options import (
+from clusterddp.spec.launch_options import (
     ACCELERATE,
     DEEPSPEED,
     MPIRUN,

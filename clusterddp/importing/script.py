@@ -25,7 +25,7 @@ from clusterddp.importing.launch import (
     starts_more,
     translate_levels,
 )
-from clusterddp.importing.options import Word, words
+from clusterddp.spec.launch_options import Word, words
 from clusterddp.spec.secret_values import hide_secret_arguments
 from clusterddp.spec.slurm_options import MEMORY_OPTIONS, OWNED
 

@@ -21,6 +21,7 @@ ASKED = "ASKED"
 STAGING_PREFIX = ".staging-"
 STORE_NAME = ".code"
 """The directory of snapshots of the code, in a runs directory."""
+STEPS = "steps"
 SWEEP_RECORD = "sweep.json"
 """A directory with this file is a sweep, which contains its runs (run/sweep.py)."""
 
@@ -38,13 +39,13 @@ class Below:
 
 @dataclass(frozen=True, slots=True)
 class AttemptDir:
-    """The files of one attempt: one start of the run's ranks."""
+    """The files of one attempt: one start of the run's ranks, or of one step of a batch script in that attempt."""
 
     path: Path
 
     @property
     def number(self) -> int:
-        return int(self.path.name)
+        return int(self.path.parents[1].name if self.path.parent.name == STEPS else self.path.name)
 
     start = Below("start.json", "How the attempt began: ranks, master address and port, supervisors.")
     end = Below("end.json", "How the attempt ended; the first process to write it is right.")
@@ -67,6 +68,9 @@ class AttemptDir:
         """Return whether the claim exists; it lists the directory, since NFS may answer for one file from its cache."""
         return self.claim.name in os.listdir(self.path)
 
+    steps = Below("steps", "Of a batch script: a directory for each command that started ranks, like an attempt's.")
+    step = Below("step.json", "Of a step: the command, its line in the script, its place (run/steps.py).")
+    gang = Below("gang.json", "Of a step: its ranks and nodes, as the launcher has placed them.")
     ranks = Below("ranks", "One record for each rank: host, pid, start, end, exit code.")
     results = Below("results", "What a function from Python has returned, a file for each rank (run/call.py).")
 
@@ -103,9 +107,11 @@ class AttemptDir:
 
 @dataclass(frozen=True, slots=True)
 class RunDir:
-    """The files of one run."""
+    """The files of one run; of a batch script also as one of its steps sees them."""
 
     path: Path
+    step: str | None = None
+    """The directory of the step below `attempts/N/steps`; its files take the place of the attempt's."""
 
     @property
     def name(self) -> str:
@@ -138,6 +144,8 @@ class RunDir:
     output = Below("output", "The default directory for the results of an entry.")
     tensorboard = Below("tb", "The same figures for TensorBoard.")
     launcher_dir = Below("launcher", "The launcher's own files: submitit's folder, the logs of supervisors.")
+    batch_script = Below("launcher/batch_script", "The batch script that was submitted, byte for byte.")
+    commands = Below("launcher/bin", "What stands before srun, torchrun and the like in the PATH of a batch script.")
     notices = Below(
         "notices", "The messages of `notify` that a process has claimed: an empty file each (run/notices.py)."
     )
@@ -157,7 +165,8 @@ class RunDir:
     cancel_file = Below("CANCEL", "A process that creates this file asks the supervisors to end the run at once.")
 
     def attempt(self, number: int) -> AttemptDir:
-        return AttemptDir(self.path / "attempts" / str(number))
+        attempt = AttemptDir(self.path / "attempts" / str(number))
+        return attempt if self.step is None else AttemptDir(attempt.steps / self.step)
 
     def attempts(self) -> list[AttemptDir]:
         """List the attempts so far, oldest first.
@@ -170,7 +179,8 @@ class RunDir:
         except FileNotFoundError:
             os.stat(self.path)
             return []
-        return [self.attempt(number) for number in sorted(map(int, names))]
+        attempts = [self.attempt(number) for number in sorted(map(int, names))]
+        return attempts if self.step is None else [attempt for attempt in attempts if attempt.path.is_dir()]
 
     def newest_attempt(self) -> AttemptDir:
         """Return the newest attempt of a run that has one.

@@ -248,10 +248,12 @@ def write_job_answer(directory: RunDir, tag: str, answer: JobAnswer) -> None:
 
 
 def read_gang(directory: RunDir) -> Gang:
-    """Read the gang of a run from its plan.
+    """Read the gang of a run from its plan; of a step of a batch script from the step's newest start.
 
     Raises: ClusterddpError: the plan is invalid. FileNotFoundError: there is none.
     """
+    if directory.step is not None:
+        return _read(Gang, directory.newest_attempt().gang)
     return _read(_Planned, directory.plan)["gang"]
 
 

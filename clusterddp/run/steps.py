@@ -1,0 +1,98 @@
+"""The steps of a batch script: each command of it that started ranks (srun, torchrun, mpirun), with a record.
+
+A step has the files of an attempt, in `attempts/N/steps/K`. `RunDir(path, step="K")` is the run as this step sees it:
+its attempts are those of the step, all other files are those of the whole run. A torchrun that starts its workers again
+starts the next round of the same step: `K.1`. The token of a step is `<token of the run>.K`, so the end of one step
+leaves the processes of the others alone, and a cleanup of the run by `<token>.` finds them all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import re
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.system.files import is_file, read_record, write_json
+
+_NAME = re.compile(r"(0|[1-9][0-9]{0,5})(\.[1-9][0-9]{0,5})?")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepRecord:
+    """`step.json`: a command of a batch script that started ranks; what looks like a secret is hidden in it."""
+
+    command: tuple[str, ...]
+    """The launcher and its options: `srun --ntasks=8`."""
+    program: tuple[str, ...]
+    """What each of its tasks runs: `python train.py --lr 0.1`."""
+    line: int | None = None
+    """Of the script; None: it is not known, as in a script of another shell than bash."""
+    working_dir: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
+    """Variables whose values differ from those at the start of the job, without secrets and without ours."""
+    started: float = 0.0
+    inside: str | None = None
+    """The step whose task ran the command: torchrun in an srun."""
+
+
+def new_step(run: RunDir, attempt: int, record: StepRecord) -> RunDir:
+    """Make the directory of the next step; return the run as that step sees it.
+
+    Raises: OSError, ClusterddpError: the storage does not take it.
+    """
+    steps = RunDir(run.path).attempt(attempt).steps
+    steps.mkdir(mode=0o700, exist_ok=True)
+    number = len(_names(steps))
+    while True:
+        step = RunDir(run.path, step=str(number))
+        try:
+            step.attempt(attempt).path.mkdir(mode=0o700)
+        except FileExistsError:  # another command of the script was faster
+            number += 1
+            continue
+        write_json(step.attempt(attempt).step, dataclasses.asdict(record))
+        return step
+
+
+def next_round(step: RunDir, attempt: int, number: int) -> RunDir:
+    """Return the step in its round with this number, and make its directory; 0 is the step itself."""
+    assert step.step is not None
+    if number == 0:
+        return step
+    later = RunDir(step.path, step=f"{step.step}.{number}")
+    if record := read_step(step.attempt(attempt)):
+        later.attempt(attempt).path.mkdir(mode=0o700, exist_ok=True)
+        write_json(later.attempt(attempt).step, dataclasses.asdict(record))
+    return later
+
+
+def read_step(attempt: AttemptDir) -> StepRecord | None:
+    """Read the record of a step; None: there is none."""
+    return read_record(StepRecord, attempt.step)
+
+
+def steps_of(run: RunDir, attempt: int) -> list[RunDir]:
+    """List the steps of an attempt of a batch script, in the order of their start."""
+    names = _names(RunDir(run.path).attempt(attempt).steps)
+    return [RunDir(run.path, step=name) for name in sorted(names, key=lambda name: [*map(int, name.split("."))])]
+
+
+def newest_step(run: RunDir) -> RunDir | None:
+    """Return the step that was started last, in the newest attempt; None: no step has started ranks there."""
+    attempts = RunDir(run.path).attempts()
+    return next(reversed(steps_of(run, attempts[-1].number)), None) if attempts else None
+
+
+def is_batch_script(run: RunDir) -> bool:
+    """Return whether the run is a batch script, whose ranks are those of its steps."""
+    return is_file(run.batch_script)
+
+
+def _names(steps: Path) -> list[str]:
+    try:
+        return [name for name in os.listdir(steps) if _NAME.fullmatch(name)]
+    except FileNotFoundError:
+        return []
