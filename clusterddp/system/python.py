@@ -6,11 +6,16 @@ Python looks there first for `-m` and `-c`, and another user, or the author of a
 from __future__ import annotations
 
 import sys
+from pathlib import Path
+
+import clusterddp
 
 _FLAG = ("-P",) if sys.version_info >= (3, 11) else ()
 _SHORTEN = "import sys; sys.path[:] = filter(None, sys.path); "
 """What -P does, on any Python: with `-c` the directory is the empty text."""
 _RUN_MODULE = f"{_SHORTEN}from runpy import run_module; run_module(sys.argv.pop(1), None, '__main__', True)"
+
+_RUN_ISOLATED = "import sys; sys.path.append(sys.argv.pop(1)); " + _RUN_MODULE.removeprefix(_SHORTEN)
 
 
 def module_command(module: str, *arguments: str, python: str | None = None) -> tuple[str, ...]:
@@ -18,6 +23,12 @@ def module_command(module: str, *arguments: str, python: str | None = None) -> t
     if python is None and _FLAG:
         return (sys.executable, *_FLAG, "-m", module, *arguments)
     return (python or sys.executable, "-c", _RUN_MODULE, module, *arguments)
+
+
+def isolated_command(module: str, *arguments: str) -> tuple[str, ...]:
+    """Return the command that runs a module in an environment of the user's, whose PYTHON... variables do not count."""
+    parent = str(Path(clusterddp.__file__).parents[1])
+    return (sys.executable, "-I", "-c", _RUN_ISOLATED, parent, module, *arguments)
 
 
 def code_command(code: str, *arguments: str) -> tuple[str, ...]:

@@ -58,3 +58,12 @@ def test_code_imports_nothing_from_where_it_starts(tmp_path: Path) -> None:
     argv = python.code_command("import json, sys; print(json.dumps(sys.argv[1:]))", "x")
     done = subprocess.run(argv, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout == '["x"]\n', done.stderr
+
+
+def test_an_isolated_module_is_found_whatever_python_variables_the_user_has_set(tmp_path: Path) -> None:
+    for name in ("clusterddp", "json", "runpy", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('planted')\n")
+    environment = {"PYTHONPATH": str(tmp_path), "PYTHONHOME": "/nowhere", "PYTHONSTARTUP": str(tmp_path / "json.py")}
+    argv = python.isolated_command("clusterddp", "--version")
+    done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout.strip().rpartition(" ")[2]) == (0, clusterddp.__version__), done.stderr
