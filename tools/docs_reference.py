@@ -46,6 +46,8 @@ GIVEN = {
     "CLUSTERDDP_RUN": "Name of the run.",
     "CLUSTERDDP_RUN_DIR": "Directory of the run.",
     "CLUSTERDDP_ATTEMPT": "Number of the attempt, from 0.",
+    "CLUSTERDDP_STEP": "Of a batch script: the step that the rank belongs to.",
+    "CLUSTERDDP_HOOKED": "Of a batch script: the process that answers for the rank; its children do not.",
     "CLUSTERDDP_STOP_FILE": "When this file exists, the rank is to checkpoint and end; see `clusterddp.should_stop()`.",
     "CLUSTERDDP_INIT_METHOD": "Where torch's ranks meet, as `network.init` says: env, tcp or file and what follows `://`.",
     "CLUSTERDDP_DATA_DIR": "`entry.data_dir`.",

@@ -161,7 +161,7 @@ class Attempt:
 
     def check_time(self, now: float) -> None:
         """Fail the attempt when its ranks have not stopped in time."""
-        if self.begun is None or self._failures or not self.running:
+        if self.begun is None or self._failures or not self.running or self._gang.entry.unchanged:
             return
         rank = min(self.running)
         what = None
@@ -184,7 +184,11 @@ class Attempt:
 
     def is_over(self, now: float) -> bool:
         """Return whether the verdict is due: the ranks that are left are then ended."""
-        if self.cancel_reason is not None or now >= self._decide_at or not self.running:
+        if not self.running:
+            return True
+        if self._gang.entry.unchanged and (self.cancel_reason is not None or self.job_ends):
+            return now >= self.ends_by  # as long as the batch system leaves them: they have its signal
+        if self.cancel_reason is not None or now >= self._decide_at:
             return True
         return self.begun is None and self.stop_reason is not None
 
@@ -214,7 +218,7 @@ class Attempt:
         gang = self._gang
         alone = f"each of the {gang.num_ranks} ranks may have trained alone"
         may_meet_elsewhere = len({node.host for node in gang.nodes}) == 1 or gang.entry.init == "file"
-        if end.outcome != "COMPLETED" or gang.num_ranks == 1:
+        if end.outcome != "COMPLETED" or gang.num_ranks == 1 or gang.entry.unchanged:
             return ""
         if not self.connected and not may_meet_elsewhere:
             return f"no rank connected to {address}:{port}; {alone}"

@@ -36,6 +36,8 @@ from clusterddp.system.storage import storage_timeout_s
 
 _CONFIRM_S = 4.0
 """How long nodes may take to confirm their end after they have given up."""
+_KILL_WAIT_S = 30.0
+"""How long the program of a batch script may take to end after a cancel, as with Slurm's default."""
 _NOTE_WAIT_S = 60.0
 """After so long a start that waits for nodes names them."""
 _MAX_FILES, _MAX_BYTES = 5000, 100_000_000
@@ -58,8 +60,9 @@ class Intent:
         log_line(f"the job: {self.reason}")
         if self.kind == "cancelled":
             attempt.cancel_reason = attempt.cancel_reason or self.reason
-            return False
         attempt.ends_by = min(attempt.ends_by, self.ends_by or float("inf"))
+        if self.kind == "cancelled":
+            return False
         if attempt.stopped_by_people or (self.kind == "time_is_up" and attempt.job_ends):
             return False
         if self.kind == "failed":
@@ -287,6 +290,7 @@ class Head:
             self._restarts.final = True
             if self._ending is None and self._attempt.cancel_reason is None:
                 self._attempt.cancel_reason = str(report["reason"])
+                self._attempt.ends_by = min(self._attempt.ends_by, now + _KILL_WAIT_S)
             return
         if report.get("ordered"):
             return  # a stop file that a node has written on this head's order
@@ -365,7 +369,14 @@ class Head:
         if end.will_restart and not end.needs_job:
             self._set_attempt(number + 1)
         else:
-            self._finish(1 if end.outcome == "FAILED" else 0)
+            self._finish(self._exit_code(end))
+
+    def _exit_code(self, end: AttemptEnd) -> int:
+        """Return 1 for a failure; of the program of a batch script the first failure's own, which its launcher gets."""
+        if end.outcome != "FAILED":
+            return 0
+        cause = end.root_cause
+        return (self._gang.entry.unchanged and cause and cause.exit_code) or 1
 
     def _finish(self, exit_code: int) -> None:
         self.exit_code = exit_code

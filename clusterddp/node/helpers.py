@@ -72,7 +72,7 @@ class Helpers:
         if order.over_ssh:  # users have commands and mail where they submit
             self._notify = dataclasses.replace(self._notify, command=(), mail=None)
         # Over SSH the host has no package to draw it with; the copy of the run where it was submitted gets one.
-        self._writes_report = not (order.over_ssh or self._in_sweep)
+        self._writes_report = not (order.over_ssh or self._in_sweep or order.step)
         self._environ = dict(environment)
 
     def on_event(self, event: Event, attempt: int, reason: str) -> None:

@@ -11,13 +11,13 @@ from typing import Any
 from clusterddp.run.attempts import AttemptEnd
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import log_event
+from clusterddp.run.supervisors import supervisor_log
 
 
 def open_log(run: RunDir, node_rank: int) -> None:
     """Send standard error, tracebacks included, to the supervisor's log."""
     run.launcher_dir.mkdir(exist_ok=True, mode=0o700)
-    path = run.launcher_dir / f"supervisor-{node_rank}.log"
-    descriptor = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(supervisor_log(run, node_rank), os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
     os.dup2(descriptor, sys.stderr.fileno())
     os.close(descriptor)
 

@@ -237,7 +237,12 @@ def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *,
     """Plan the start of a rank for the head's order to start an attempt."""
     attempt, master_port = run.attempt(int(order["attempt"])), int(order["master_port"])
     variables = gang.variables_of(
-        rank, run_dir=str(run.path), attempt=attempt.number, restart=order["restart"], master_port=master_port
+        rank,
+        run_dir=str(run.path),
+        attempt=attempt.number,
+        restart=order["restart"],
+        master_port=master_port,
+        step=run.step,
     )
     if not inherited_environment().keys().isdisjoint(NCCL_VARIABLES):
         variables = {

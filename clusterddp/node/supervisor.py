@@ -432,14 +432,14 @@ def reach_head(
 
 
 def resolve(hosts: Sequence[str]) -> list[str]:
-    """Return the addresses of these hosts, in order, without loopback addresses."""
+    """Return the addresses of these hosts, in order, without loopback addresses to which names lead."""
     addresses: list[str] = []
     for host in hosts:
         found = addresses_of(host)
         if not found:
             log_line(f"{host} is not resolved by {socket.gethostname()}")
         addresses += found
-    return [address for address in dict.fromkeys(addresses) if not is_loopback(address)]
+    return [address for address in dict.fromkeys(addresses) if not is_loopback(address) or address in hosts]
 
 
 if __name__ == "__main__":

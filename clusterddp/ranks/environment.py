@@ -32,6 +32,8 @@ STOP_FILE = "CLUSTERDDP_STOP_FILE"
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 SUPERVISOR_PID = "CLUSTERDDP_SUPERVISOR_PID"
 """The process with whose death a starting rank ends; removed before the user's program runs."""
+STEP = "CLUSTERDDP_STEP"
+"""Of a batch script: the step that the rank belongs to."""
 DEVICE = "CLUSTERDDP_DEVICE"
 """The device of the trainer's ranks: cuda or cpu."""
 GPU = "CLUSTERDDP_GPU"
@@ -57,7 +59,7 @@ PLACE_VARIABLES = frozenset(
     }
 )  # fmt: skip
 """The place of a rank and its rendezvous, by torchrun's names."""
-_OF_THE_RUN = frozenset({"CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_INIT_METHOD", STOP_FILE})
+_OF_THE_RUN = frozenset({"CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_INIT_METHOD", STOP_FILE, STEP})
 _OF_THE_START = frozenset({SUPERVISOR_PID, PRELOAD, LISTENER_FD, ALONE})
 _OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SPANK_", "PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "PALS_")
 

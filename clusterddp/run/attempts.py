@@ -283,7 +283,8 @@ def make_attempt(run: RunDir, number: int) -> AttemptDir:
 
 def later_claimed(run: RunDir, number: int) -> int | None:
     """Return the number of an attempt after this one that another start of the job has claimed."""
-    return next((each.number for each in run.attempts() if each.number > number and each.is_claimed()), None)
+    attempts = RunDir(run.path).attempts()  # not those of a step
+    return next((each.number for each in attempts if each.number > number and each.is_claimed()), None)
 
 
 def claim(attempt: AttemptDir) -> bool:

@@ -1,9 +1,9 @@
 """Find and end the processes of a run by the cookie in their environment, or by their mark where they have none.
 
-A cookie is `<token>.<role>`. The roles: `task` (the process that carries the run), `s2` (node 2's supervisor), `g2`
-(its guard), `n2` (node 2's ranks and their descendants), `x2` (commands beside them, node/exec_command.py), `w2` (ranks
-that another launcher started). A process keeps the environment that it was started with through a double fork, a new
-session or the death of its parent, and a pid that the kernel reuses does not match.
+A cookie is `<token>.<role>`. The roles: `task` (the process that carries the run), `b0` (a batch script), `s2` (the
+supervisor of node 2), `g2` (its guard), `n2` (node 2's ranks and their descendants), `x2` (commands beside them,
+node/exec_command.py), `w2` (ranks that another launcher started). A process keeps the environment that it was started
+with through a double fork, a new session or the death of its parent, and a pid that the kernel reuses does not match.
 
 A process that was started with another environment, or has overwritten its own, has no cookie. So ranks, and commands
 beside them, also have a mark: a number in the soft limit RLIMIT_LOCKS, which the kernel passes on to each child and

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.ranks.environment import STEP
 
 _RUN_NAME, _TOKEN = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}"), re.compile("[0-9a-f]{32}")
 _NUMBER = re.compile("0|[1-9][0-9]{0,8}")
@@ -227,7 +228,7 @@ class Assignment:
         Raises: ClusterddpError: no run is named.
         """
         try:
-            run = RunDir(Path(environ["CLUSTERDDP_RUN_DIR"]))
+            run = RunDir(Path(environ["CLUSTERDDP_RUN_DIR"]), step=environ.get(STEP))
         except KeyError as error:
             raise ClusterddpError(
                 "CLUSTERDDP_RUN_DIR is not set", hint="clusterddp submit starts the trainer"
@@ -242,6 +243,6 @@ def refuse_if_stale(run: RunDir, attempt: int) -> None:
 
     Raises: ClusterddpError: it has.
     """
-    newest = max((each.number for each in run.attempts()), default=attempt)
+    newest = max((each.number for each in RunDir(run.path).attempts()), default=attempt)
     if newest > attempt:
         raise ClusterddpError(f"attempt {newest} of the run has begun, this is attempt {attempt}")

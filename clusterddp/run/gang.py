@@ -26,6 +26,7 @@ from clusterddp.ranks.environment import (
     cookie,
     entry_environment,
 )
+from clusterddp.run.directory import STEPS
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.wire import build
 
@@ -73,6 +74,8 @@ class Entry:
     smoke_test: dict[str, Any] | None = None
     """The program that the smoke test replaces (train/smoke_test.py): its kind, its target, whether a shell runs it;
     None for the trainer."""
+    unchanged: bool = False
+    """True: a program of a batch script: the batch system's signals reach it, and it is not ended for a stop."""
     stop_signal: str = "none"
     """The signal that asks a command to stop, such as TERM."""
     data_dir: str | None = None
@@ -214,16 +217,23 @@ class Gang:
         return tuple(firsts[rank] + each for rank in sorted(ranks) for each in range(spawns[rank]))
 
     def variables_of(
-        self, rank: int, *, run_dir: str, attempt: int, master_port: int | str, restart: int = 0
+        self,
+        rank: int,
+        *,
+        run_dir: str,
+        attempt: int,
+        master_port: int | str,
+        restart: int = 0,
+        step: str | None = None,
     ) -> dict[str, Variable]:
         """Compute every variable that clusterddp sets for one rank; the plan shows them and the supervisor sets them.
 
         The user's own override what clusterddp chooses, but not place, rendezvous and run. `master_port`: a text in a
-        plan, where the port is not known yet. `restart` counts the gang's restarts since it was launched; it is not
-        `attempt` when a run was resumed.
+        plan, where the port is not known yet. `step`: of a batch script. `restart` counts the gang's restarts since it
+        was launched; it is not `attempt` when a run was resumed.
         """
         node = self.node_of(rank)
-        attempt_dir = f"{run_dir}/attempts/{attempt}"
+        attempt_dir = f"{run_dir}/attempts/{attempt}{f'/{STEPS}/{step}' if step else ''}"
         place = {
             "RANK": rank,
             "LOCAL_RANK": node.ranks.index(rank),

@@ -61,6 +61,8 @@ class SupervisorOrder:
     node_rank: int
     attempt: int
     """The number of the first attempt; restarts count on from it."""
+    step: str | None = None
+    """The step of a batch script that the gang is; None: the gang is the whole run."""
     link: Link | None
     """Where the head listens; None for the head itself, and in a batch job, where `job.heads` has its host."""
     parent_bound: bool
@@ -90,7 +92,7 @@ class SupervisorOrder:
 
     @property
     def run(self) -> RunDir:
-        return RunDir(self.run_dir)
+        return RunDir(self.run_dir, self.step)
 
     @property
     def node(self) -> Node:
@@ -117,7 +119,7 @@ class SupervisorOrder:
 
 def supervisor_log(run: RunDir, node_rank: int) -> Path:
     """Return the log of a node's supervisor."""
-    return run.launcher_dir / f"supervisor-{node_rank}.log"
+    return run.launcher_dir / f"{f'step-{run.step}-' if run.step else ''}supervisor-{node_rank}.log"
 
 
 def start_supervisor(

@@ -484,7 +484,7 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
         if is_file(run.cancel_file):
             end_run(run, cancelled("cancelled before it was started"))
         elif end is None:
-            if last.number == job_attempt and _write_claim(last, start):
+            if last.number == job_attempt and write_claim(last, start):
                 return last
             _close_stale(carried, last)
         elif not carried.may_begin(last.number + 1):
@@ -496,13 +496,14 @@ def claim_attempt(carried: Carried) -> AttemptDir | None:
             except FileExistsError:  # another start of the job was faster
                 time.sleep(0.1)
                 continue
-            if _write_claim(attempt, start) and read_end(attempt) is None:
+            if write_claim(attempt, start) and read_end(attempt) is None:
                 return attempt
     raise ClusterddpError(f"{run.path}: other starts of the job claimed the attempt {_MAX_ROUNDS} times")
 
 
-def _write_claim(attempt: AttemptDir, start: JobStart) -> bool:
-    claim = dataclasses.asdict(start) | {"pid": os.getpid(), "time": time.time()}
+def write_claim(attempt: AttemptDir, start: JobStart, **facts: Any) -> bool:
+    """Claim an attempt for a start of the job; False: another start has it."""
+    claim = dataclasses.asdict(start) | {"pid": os.getpid(), "time": time.time()} | facts
     return write_json(attempt.claim, claim, exclusive=True)
 
 

@@ -132,7 +132,7 @@ class SlurmJobWatch:
         """Find out why SIGTERM came; None: Slurm does not end the job."""
         assert self._term_at is not None
         job = answer.job
-        kind: Literal["goes_on", "failed"] = "goes_on"
+        kind: Literal["goes_on", "failed", "cancelled"] = "goes_on"
         if job is None and self._is_at_end(self._term_at):
             reason = "the time limit of the job is reached"
         elif job is None:
@@ -149,7 +149,7 @@ class SlurmJobWatch:
             kind = "failed"
             reason = f"the job's batch script was killed, or ended before its ranks ({job.reason})"
         elif job.reason in {"None", ""}:
-            return Intent(kind="cancelled", reason="cancelled (scancel)")
+            kind, reason = "cancelled", "cancelled (scancel)"
         else:
             reason = f"Slurm ended the job ({job.reason})"
         # A job that is warned of its preemption still runs; its time is in the configuration, not in the job.

@@ -30,6 +30,7 @@ from clusterddp.node.stack_hook import peer_of
 from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment, rank_cookies
 from clusterddp.ranks.slurm_step import StepPlace, read_place
 from clusterddp.run.cleanup import end_processes
+from clusterddp.run.directory import RunDir
 
 MAX_PACKET = 1 << 20
 _PREFIX = "\0clusterddp-"
@@ -47,7 +48,7 @@ _RECORD_S = 8.0
 def main() -> int:
     """Serve the node's supervisor; the exit code is the rank's."""
     try:
-        return Task(Path(sys.argv[1]), int(sys.argv[2])).serve()
+        return Task(RunDir(Path(sys.argv[1])), int(sys.argv[2])).serve()
     except ClusterddpError as error:
         hint = f"; hint: {error.hint}" if error.hint else ""
         sys.stderr.write(f"clusterddp: {socket.gethostname()}: {error.message}{hint}\n")
@@ -57,13 +58,15 @@ def main() -> int:
 class Task:
     """One task of the step: it holds its rank for the supervisor of its node."""
 
-    def __init__(self, run_dir: Path, attempt: int) -> None:
-        self._run_dir = run_dir
+    def __init__(self, run: RunDir, attempt: int) -> None:
+        self._run = run
         self._attempt = attempt
         self._forward: Callable[[int], object] = lambda number: None
         """Receives each signal that asks for a stop."""
         self._rank_pid: int | None = None
         self._returncode: int | None = None
+        self._started = False
+        """True once the rank was ordered to start."""
         self._reader, writer = os.pipe()
         for end in (self._reader, writer):
             os.set_blocking(end, False)
@@ -72,8 +75,8 @@ class Task:
             signal.signal(number, lambda *_: None)
         signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
         become_subreaper()
-        self._place = place = read_place(os.environ)
-        gang = _read_gang(run_dir, place)
+        self._place = place = self.find_place()
+        gang = self.read_gang()
         self._rank_cookies = rank_cookies(gang["token"], place.node_rank)
         self._name = socket_name(
             gang["token"],
@@ -86,6 +89,18 @@ class Task:
         if place.local_rank == 0:
             self._start_supervisor(gang)
         self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
+
+    def find_place(self) -> StepPlace:
+        """Find the place of this task, and that of all ranks. Raises: ClusterddpError."""
+        return read_place(os.environ)
+
+    def read_gang(self) -> dict[str, Any]:
+        """Read the gang from the plan, as JSON without its nodes. Raises: ClusterddpError: srun has other tasks."""
+        gang: dict[str, Any] = read_plan_file(self._run.plan)["gang"]
+        planned = sum(len(node["ranks"]) for node in gang["nodes"])
+        if planned != self._place.world_size:
+            raise ClusterddpError(f"the plan has {planned} ranks, srun has started {self._place.world_size} tasks")
+        return gang
 
     def serve(self) -> int:
         """Obey the supervisor's orders until it lets this task exit, or has ended; return the exit code."""
@@ -106,8 +121,8 @@ class Task:
                 return self._survive()
             if order["kind"] == "leave":
                 self._await_end_of_supervisor()
-                return self._exit_code(int(order["exit_code"]))
-            self._obey(order)
+                return self.exit_code(int(order["exit_code"]))
+            self.obey(order)
 
     def _kill_rank(self) -> None:
         """Kill the rank, because its supervisor has ended."""
@@ -116,38 +131,42 @@ class Task:
             os.waitpid(self._rank_pid, 0)
             self._returncode = self._returncode if self._returncode is not None else -signal.SIGKILL
 
-    def _exit_code(self, otherwise: int) -> int:
+    def exit_code(self, otherwise: int) -> int:
         """Return the rank's exit code as a shell has it; `otherwise` where it is 0 or there is none."""
         code = self._returncode
         if code is None:
             return otherwise
         return 128 - code if code < 0 else code or otherwise
 
-    def _obey(self, order: dict[str, Any]) -> None:
+    def obey(self, order: dict[str, Any]) -> None:
+        """Do what the supervisor orders."""
         if order["kind"] == "start":
-            self._start_rank(order)
+            self._start(order)
         elif order["kind"] == "signal" and self._rank_pid is not None:
             signal_group(self._rank_pid, order["number"])
         elif order["kind"] == "reap" and self._rank_pid is not None:
             os.waitpid(self._rank_pid, 0)
             self._rank_pid = None
 
-    def _start_rank(self, order: dict[str, Any]) -> None:
+    def start_rank(self, order: dict[str, Any]) -> int:
+        """Start the rank; return its pid. Raises: OSError."""
         variables = {
             name: value
             for name, value in order["variables"].items()
             if name not in order["unless"] or name not in os.environ
         }
-        environment = inherited_environment() | variables | {SUPERVISOR_PID: str(os.getpid())}
-        self._returncode = None
+        return start_rank(
+            Path(order["run_dir"]),
+            environment=inherited_environment() | variables | {SUPERVISOR_PID: str(os.getpid())},
+            stdout=Path(order["stdout"]),
+            stderr=Path(order["stderr"]),
+            listener=order.get("listener"),
+        )
+
+    def _start(self, order: dict[str, Any]) -> None:
+        self._started, self._returncode = True, None
         try:
-            self._rank_pid = start_rank(
-                Path(order["run_dir"]),
-                environment=environment,
-                stdout=Path(order["stdout"]),
-                stderr=Path(order["stderr"]),
-                listener=order.get("listener"),
-            )
+            self._rank_pid = self.start_rank(order)
         except OSError as error:
             self._send({"kind": "not_started", "error": str(error)})
         else:
@@ -160,8 +179,16 @@ class Task:
         with contextlib.suppress(BlockingIOError):
             while data := os.read(self._reader, 4096):
                 numbers |= set(data)
-        for number in sorted(numbers & STOP_SIGNALS):
+        for number in sorted(numbers):
+            self.on_signal(number)
+
+    def on_signal(self, number: int) -> None:
+        """Tell the node's supervisor of a signal that asks for a stop."""
+        if number in STOP_SIGNALS:
             self._forward(number)
+
+    def on_rank_ended(self) -> None:
+        """Do what is to be done before the supervisor learns that the rank has ended."""
 
     def _look_at_children(self) -> None:
         """Report the rank's end; it stays a zombie and keeps its pid until the supervisor sends `reap`."""
@@ -176,6 +203,7 @@ class Task:
                 if self._returncode is None:
                     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                     self._returncode = code
+                    self.on_rank_ended()
                     self._send({"kind": "ended", "returncode": code})
                 return
             os.waitpid(ended.si_pid, 0)
@@ -207,16 +235,17 @@ class Task:
         listener.bind(self._name)
         listener.listen(1024)
         place = self._place
-        record = _read_json(self._run_dir / "run.json")
+        record = read_plan_file(self._run.record)
         nodes = [
             {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
             for node_rank, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
         ]
         order = SupervisorOrder(
-            run_dir=self._run_dir,
+            run_dir=self._run.path,
             gang=Gang.from_json(gang | {"nodes": nodes}),
             node_rank=place.node_rank,
             attempt=self._attempt,
+            step=self._run.step,
             link=None,
             parent_bound=False,
             tasks=listener.fileno(),
@@ -225,7 +254,7 @@ class Task:
                 restart_count=place.restart_count,
                 used_restarts=max(0, self._attempt - int(record.get("base_attempt", 0))),
                 job_tag=record.get("job_tag"),
-                heads=tuple(filter(None, (place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR")))),
+                heads=self.find_heads(),
             ),
         )
         # Blocked until it handles them: at its start a signal would end it.
@@ -237,6 +266,10 @@ class Task:
         # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
         self._forward = process.send_signal
         listener.close()
+
+    def find_heads(self) -> tuple[str, ...]:
+        """Return names and addresses of node 0's host, at which the other nodes look for its supervisor."""
+        return tuple(filter(None, (self._place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR"))))
 
     def _reach_supervisor(self, timeout_s: float) -> socket.socket:
         deadline = time.monotonic() + timeout_s
@@ -267,15 +300,13 @@ class Task:
             guard.close()
         end_processes(*self._rank_cookies, timeout_s=5.0)  # the guard has done this, unless it was killed, too
         self._await_record()
-        return self._exit_code(1)
+        return self.exit_code(1)
 
     def _await_record(self) -> None:
         deadline = time.monotonic() + _RECORD_S
-        attempts = self._run_dir / "attempts"
         while time.monotonic() < deadline:
             with contextlib.suppress(OSError, ValueError):  # storage that is away may come back
-                newest = max(int(name) for name in os.listdir(attempts) if name.isdigit())
-                if (attempts / str(newest) / "end.json").exists():
+                if self._run.newest_attempt().end.exists():
                     return
             time.sleep(0.1)
 
@@ -310,15 +341,8 @@ def socket_name(token: str, *, job: str, start: int, step: str, attempt: int, no
     return _PREFIX + hashlib.sha256(facts.encode()).hexdigest()[:40]
 
 
-def _read_gang(run_dir: Path, place: StepPlace) -> dict[str, Any]:
-    gang: dict[str, Any] = _read_json(run_dir / "plan.json")["gang"]
-    planned = sum(len(node["ranks"]) for node in gang["nodes"])
-    if planned != place.world_size:
-        raise ClusterddpError(f"the plan has {planned} ranks, srun has started {place.world_size} tasks")
-    return gang
-
-
-def _read_json(path: Path) -> dict[str, Any]:
+def read_plan_file(path: Path) -> dict[str, Any]:
+    """Read a record of the run without what would check it. Raises: ClusterddpError: it cannot be read."""
     try:
         with path.open(encoding="utf-8") as file:
             return dict(json.load(file))

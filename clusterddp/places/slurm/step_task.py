@@ -1,0 +1,248 @@
+"""A task of a step of a batch script: the launcher that the script calls starts it in place of the program of a rank.
+
+    srun OPTIONS python -m clusterddp.places.slurm.step_task srun RUN_DIR ATTEMPT STEP -- python train.py ...
+
+It is a `Task` whose rank is that program, as it is: the same environment, working directory, standard input and
+signals, its output where it went and in a log, and its exit code or signal for the launcher. Variables that torchrun
+would set are added where there are none. Where the ranks cannot be watched, the program runs without us.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+from clusterddp.errors import ClusterddpError
+from clusterddp.network.hostlist import expand
+from clusterddp.node.processes import leave_to_reap
+from clusterddp.places.slurm.task import Task, read_plan_file
+from clusterddp.ranks.environment import COOKIE, ERROR_FILE, NCCL_VARIABLES, PLACE_VARIABLES, STEP
+from clusterddp.ranks.launched import find_place
+from clusterddp.ranks.slurm_step import StepPlace, read_place
+from clusterddp.run.cleanup import marking
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import log_event
+from clusterddp.run.steps import next_round
+from clusterddp.system.files import open_log, write_json
+
+HOOK = Path(__file__).parents[2] / "node" / "hook"
+"""In the PYTHONPATH of ranks: what lets the supervisor ask a rank's Python where it is."""
+ADDED = PLACE_VARIABLES | {ERROR_FILE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *NCCL_VARIABLES}
+"""The variables that a rank gets where it has none, besides those that begin with CLUSTERDDP_."""
+_FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGCONT")
+_START_TIMEOUT_S = 120.0
+_DRAIN_S = 2.0
+"""How long the output may stay open after the end of the program: by what it has left behind."""
+_PR_SET_PDEATHSIG = 1
+
+
+def main() -> int:
+    """Run the program; the exit code is its own, and so is a signal that ends it."""
+    launcher, run_dir, attempt, step, _, *program = sys.argv[1:]
+    run = RunDir(Path(run_dir), step=step)
+    try:
+        task = StepTask(run, int(attempt), launcher, program)
+    except (ClusterddpError, OSError, ValueError) as error:
+        with contextlib.suppress(ClusterddpError, OSError):
+            log_event(run, "step_not_watched", step=step, host=socket.gethostname(), error=str(error))
+        run_plainly(program)
+    code = task.serve()
+    return code if code >= 0 else _end_by(-code)
+
+
+class StepTask(Task):
+    """Holds the program of one rank of a step."""
+
+    def __init__(self, run: RunDir, attempt: int, launcher: str, program: Sequence[str]) -> None:
+        self._launcher = launcher
+        self._program = program
+        self._ordered = False
+        """True once the supervisor has ended the rank because of something else."""
+        self._pending: list[int] = []
+        """Signals that came before the start of the program."""
+        self._copies: list[threading.Thread] = []
+        restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if launcher == "torchrun" else 0
+        run = next_round(run, attempt, restarts)
+        claim = read_plan_file(RunDir(run.path).attempt(attempt).claim)
+        self._slurm_signals_all = launcher == "srun" and claim.get("signals") == "all"
+        super().__init__(run, attempt)
+        for name in _FORWARDED:
+            signal.signal(getattr(signal, name), lambda *_: None)
+
+    def find_place(self) -> StepPlace:
+        return read_place(os.environ) if self._launcher == "srun" else _find_place(self._launcher, os.environ)
+
+    def read_gang(self) -> dict[str, Any]:
+        gang: dict[str, Any] = read_plan_file(self._run.plan)["gang"]
+        on_cpu = not (os.environ.get("CUDA_VISIBLE_DEVICES") or os.environ.get("ROCR_VISIBLE_DEVICES"))
+        entry = {
+            "kind": "command",
+            "target": self._program[0],
+            "words": list(self._program[1:]),
+            "working_dir": str(Path.cwd()),
+            "unchanged": True,
+        }
+        place = self._place
+        nodes = [
+            {"node_rank": number, "host": host, "ranks": list(ranks), "slurm_chooses_gpus": True}
+            for number, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
+        ]
+        gang |= {
+            "token": f"{gang['token']}.{self._run.step}",
+            "nodes": nodes,
+            "entry": entry,
+            "restarts": 0,
+            "on_cpu": on_cpu,
+            "backend": "gloo" if on_cpu else "nccl",
+            "start_timeout_s": _START_TIMEOUT_S,
+        }
+        if place.node_rank == 0 and place.local_rank == 0:
+            attempt = self._run.attempt(self._attempt)
+            write_json(attempt.gang, gang)
+        return gang
+
+    def find_heads(self) -> tuple[str, ...]:
+        own = os.environ.get("MASTER_ADDR") if self._launcher == "torchrun" else None
+        return (own,) if own else super().find_heads()
+
+    def start_rank(self, order: dict[str, Any]) -> int:
+        variables = {
+            name: value
+            for name, value in order["variables"].items()
+            if name.startswith("CLUSTERDDP_") or (name in ADDED and name not in os.environ)
+        }
+        path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, **variables, "PYTHONPATH": path, STEP: str(self._run.step)}
+        with marking(environment[COOKIE]):
+            process = subprocess.Popen(
+                self._program,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                env=environment,
+                close_fds=False,  # a launcher's connection, such as PMI_FD, is the program's
+                preexec_fn=_become_rank,  # noqa: PLW1509  the threads begin afterwards
+            )
+        for source, target, log in ((process.stdout, 1, order["stdout"]), (process.stderr, 2, order["stderr"])):
+            assert source is not None
+            thread = threading.Thread(target=_copy, args=(source.fileno(), target, Path(log)), daemon=True)
+            thread.start()
+            self._copies.append(thread)
+        self._process = process  # its pipes stay open as long as it
+        for number in self._pending:
+            os.kill(process.pid, number)
+        return leave_to_reap(process)
+
+    def on_signal(self, number: int) -> None:
+        super().on_signal(number)
+        if number == signal.SIGCHLD:
+            return
+        if self._rank_pid is None:
+            self._pending.append(number)
+        elif not self._slurm_signals_all and self._returncode is None:
+            os.kill(self._rank_pid, number)
+
+    def on_rank_ended(self) -> None:
+        for thread in self._copies:
+            thread.join(_DRAIN_S)
+        named, ours = os.environ.get(ERROR_FILE), self._run.attempt(self._attempt).error_file(self._place.rank)
+        if named and Path(named) != ours and not ours.exists():
+            with contextlib.suppress(OSError):
+                ours.write_bytes(Path(named).read_bytes())
+
+    def obey(self, order: dict[str, Any]) -> None:
+        self._ordered |= order["kind"] == "signal"
+        super().obey(order)
+
+    def exit_code(self, otherwise: int) -> int:
+        """Return what the program ended with, negative for a signal; `otherwise` where it was ended by an order."""
+        if self._returncode is None and not self._started:
+            run_plainly(self._program)  # the tasks of the step have not found each other
+        return otherwise if self._ordered or self._returncode is None else self._returncode
+
+
+def _find_place(launcher: str, environ: Mapping[str, str]) -> StepPlace:
+    """Find the place of a rank that torchrun, mpirun or deepspeed has started.
+
+    Raises: ClusterddpError: its nodes have different numbers of ranks, or the ranks of a node are no block.
+    """
+    found = find_place(environ)
+    rank, world = found.rank, found.world_size
+    local, size = found.local_rank or 0, found.local_world_size or world
+    node = rank // size if found.node_rank is None else found.node_rank
+    if world % size or rank != node * size + local:
+        raise ClusterddpError(f"{launcher} has placed rank {rank} of {world} as number {local} of {size} on its node")
+    own = environ.get("SLURMD_NODENAME") or socket.gethostname()
+    num_nodes = world // size
+    listed = expand(environ.get("SLURM_STEP_NODELIST") or environ.get("SLURM_JOB_NODELIST") or own)
+    # torchrun's c10d numbers its agents by the names of their hosts, the other launchers in the order of the list.
+    orders = (sorted(listed)[:num_nodes], list(listed[:num_nodes]), [f"(node {number})" for number in range(num_nodes)])
+    hosts = next((hosts for hosts in orders if len(hosts) == num_nodes and hosts[node] == own), orders[-1])
+    hosts[node] = own
+    return StepPlace(
+        job_id=environ.get("SLURM_JOB_ID", ""),
+        step_id=environ.get("SLURM_STEP_ID", ""),
+        restart_count=int(environ.get("SLURM_RESTART_COUNT") or 0),
+        hosts=tuple(hosts),
+        ranks=tuple(tuple(range(number * size, (number + 1) * size)) for number in range(num_nodes)),
+        rank=rank,
+        local_rank=local,
+        node_rank=node,
+    )
+
+
+def _copy(source: int, target: int, log: Path) -> None:
+    """Copy the output of the program to where it went, and to its log, until it ends."""
+    with contextlib.suppress(OSError):
+        kept = open_log(log)
+        while data := os.read(source, 1 << 16):
+            with contextlib.suppress(OSError):  # a full disk takes no log
+                kept.write(data)
+                kept.flush()
+            while data:
+                data = data[os.write(target, data) :]
+    with contextlib.suppress(OSError):
+        os.close(source)  # nobody reads it any more: the program gets SIGPIPE, as without us
+
+
+def _become_rank() -> None:
+    """In the child: lead a process group, as a task of Slurm's does, and die with the task."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def run_plainly(program: Sequence[str]) -> NoReturn:
+    """Become the program, without ranks that are watched; the exit codes of a failure are a shell's."""
+    for number in range(1, signal.NSIG):
+        with contextlib.suppress(OSError, ValueError):
+            if signal.getsignal(number) not in (signal.SIG_IGN, signal.SIG_DFL) or number == signal.SIGPIPE:
+                signal.signal(number, signal.SIG_DFL)
+    try:
+        os.execvp(program[0], list(program))
+    except OSError as error:
+        sys.stderr.write(f"{program[0]}: {error.strerror}\n")
+        os._exit(126 if isinstance(error, PermissionError) else 127)
+
+
+def _end_by(number: int) -> int:
+    """End by a signal, without a core; return the exit code for one that does not end this process."""
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if number not in (signal.SIGKILL, signal.SIGSTOP):
+        signal.signal(number, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
+    os.kill(os.getpid(), number)
+    return 128 + number
+
+
+if __name__ == "__main__":
+    sys.exit(main())
