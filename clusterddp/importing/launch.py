@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal, NoReturn
 
 from clusterddp.importing.files import Findings, set_variable
-from clusterddp.importing.job import GPU_SIZES, SIZES, Given, GivenOptions, Sizes
 from clusterddp.spec.launch_options import (
     ACCELERATE,
     DEEPSPEED,
@@ -22,6 +21,7 @@ from clusterddp.spec.launch_options import (
     take_options,
     words,
 )
+from clusterddp.spec.sbatch_lines import GPU_OPTIONS, SIZES, Given, GivenOptions, Sizes
 from clusterddp.spec.slurm_options import KNOWN, OWNED, SRUN_OPTIONS
 
 LaunchProgram = Literal["srun", "mpirun", "torchrun", "launch", "accelerate", "deepspeed"]
@@ -163,7 +163,7 @@ def _read_python(given: Sequence[Word], command: Command) -> tuple[bool, list[Wo
 _RIVALS = (
     frozenset({"ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu"}),
     frozenset({"cpus_per_task", "cpus_per_gpu"}),
-    GPU_SIZES,
+    frozenset(GPU_OPTIONS),
 )
 """Groups of options that exclude each other: where the job has one of a group, srun's are ignored."""
 _OF_THE_JOB = (KNOWN - OWNED.keys() - SRUN_OPTIONS) | SIZES | {"time"}

@@ -15,7 +15,7 @@ from typing import NoReturn
 
 from clusterddp.errors import UsageError
 from clusterddp.importing.files import Findings, set_variable
-from clusterddp.importing.job import SIZES, Given, GivenOptions, read_sbatch_lines, read_sizes, set_sizes
+from clusterddp.importing.job import set_sizes
 from clusterddp.importing.launch import (
     Command,
     count_ranks,
@@ -26,6 +26,7 @@ from clusterddp.importing.launch import (
     translate_levels,
 )
 from clusterddp.spec.launch_options import Word, words
+from clusterddp.spec.sbatch_lines import SIZES, Given, GivenOptions, read_sbatch_lines, read_sizes
 from clusterddp.spec.secret_values import hide_secret_arguments
 from clusterddp.spec.slurm_options import MEMORY_OPTIONS, OWNED
 
@@ -101,8 +102,8 @@ def read_batch_script(text: str, findings: Findings, *, line: int | None = None)
     def refuse(at: int, text: str, why: str) -> NoReturn:
         raise UsageError(f"{findings.source}:{at}: {text[:80]}: {why}, which import does not read", hint=_HINT)
 
-    job = read_sbatch_lines(text, findings)
-    of_job = read_sizes(job, Findings(source=findings.source))
+    job = read_sbatch_lines(text, findings.source, findings.lose)
+    of_job = read_sizes(job, Findings(source=findings.source).lose)
     known = of_job.as_variables(job) if SIZES & job.keys() else {}
     reader = _Reader(findings, refuse)
     for statement in split_statements(text.replace("\r\n", "\n"), known, refuse):
@@ -111,7 +112,7 @@ def read_batch_script(text: str, findings: Findings, *, line: int | None = None)
     command, at = chosen.command, chosen.statement.line
     _check_words(chosen, refuse)
     launch = read_launch_line(command, job, findings, at, refuse=refuse)
-    sizes = read_sizes(launch.given, findings)
+    sizes = read_sizes(launch.given, findings.lose)
     _name(launch.given, findings)
     for name, (value, exported_at) in chosen.exports.items():
         if not set_variable(name, value, findings, exported_at, cores=sizes.cpus_per_task):

@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.importing.files import Findings
-from clusterddp.importing.job import SIZES
 from clusterddp.importing.reading import import_files
 from clusterddp.importing.script import read_batch_script
 from clusterddp.spec.load import load_spec
+from clusterddp.spec.sbatch_lines import SIZES
 
 _COMMON = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
 _STARTED: list[str] = []
