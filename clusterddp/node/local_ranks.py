@@ -247,6 +247,7 @@ class LocalRanks:
 
     def _rank_started(self, attempt: LocalAttempt, started: Started) -> None:
         attempt.running.add(started.rank)
+        master_addr, master_port = started.master or (attempt.network.gang.master_addr, attempt.master_port)
         attempt.records[started.rank] = RankRecord(
             rank=started.rank,
             node_rank=self._node.node_rank,
@@ -254,8 +255,8 @@ class LocalRanks:
             host=self._node.host,
             pid=started.pid,
             interface=attempt.network.interface,
-            master_addr=attempt.network.gang.master_addr,
-            master_port=attempt.master_port,
+            master_addr=master_addr,
+            master_port=master_port,
             started=time.time(),
         )
         if len(attempt.records) == len(self._node.ranks):

@@ -45,6 +45,8 @@ class Started:
 
     rank: int
     pid: int
+    master: tuple[str, int] | None = None
+    """Address and port of the rank's own rendezvous, where its launcher has chosen them."""
 
 
 @dataclass(frozen=True, slots=True)

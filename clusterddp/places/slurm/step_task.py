@@ -70,6 +70,7 @@ class StepTask(Task):
         self._pending: list[int] = []
         """Signals that came before the start of the program."""
         self._copies: list[threading.Thread] = []
+        self.master = {name.lower(): os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if launcher == "torchrun" else 0
         run = next_round(run, attempt, restarts)
         claim = read_plan_file(RunDir(run.path).attempt(attempt).claim)

@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,6 +148,9 @@ class Task:
             os.waitpid(self._rank_pid, 0)
             self._rank_pid = None
 
+    master: Mapping[str, str | None] = {}
+    """Address and port of the rank's own rendezvous, where its launcher has chosen them."""
+
     def start_rank(self, order: dict[str, Any]) -> int:
         """Start the rank; return its pid. Raises: OSError."""
         variables = {
@@ -170,7 +173,7 @@ class Task:
         except OSError as error:
             self._send({"kind": "not_started", "error": str(error)})
         else:
-            self._send({"kind": "started", "pid": self._rank_pid})
+            self._send({"kind": "started", "pid": self._rank_pid, **self.master})
         if "listener" in order:
             os.close(order["listener"])
 

@@ -1,10 +1,10 @@
 """The supervisor's side of Slurm's tasks: each task starts its own rank, so that Slurm's binding holds for the rank.
 
 A task and its supervisor exchange JSON over an abstract unix socket of their host, one message a packet. The task sends
-`here` (rank, gpus, gpus_bound), `started` (pid), `not_started` (error), `ended` (returncode). The supervisor sends
-`start` (run_dir, variables, unless, stdout, stderr; with rank 0's the socket that listens at the master port), `signal`
-(number), `reap`, `leave` (exit_code). Both ends check the other one's user. The name of the socket follows from the
-run's token, so no other user can bind it first.
+`here` (rank, gpus, gpus_bound), `started` (pid; master_addr, master_port: the rank's own), `not_started` (error),
+`ended` (returncode). The supervisor sends `start` (run_dir, variables, unless, stdout, stderr; with rank 0's the socket
+that listens at the master port), `signal` (number), `reap`, `leave` (exit_code). Both ends check the other one's user.
+The name of the socket follows from the run's token, so no other user can bind it first.
 """
 
 from __future__ import annotations
@@ -142,7 +142,9 @@ class Tasks:
         while task.sock is not None and (message := _receive(task.sock)) is not None:
             kind = message.get("kind")
             if kind == "started":
-                self._updates.append(Started(task.rank, int(message["pid"])))
+                addr, port = message.get("master_addr"), str(message.get("master_port"))
+                master = (str(addr), int(port)) if addr and port.isdecimal() else None
+                self._updates.append(Started(task.rank, int(message["pid"]), master))
             elif kind == "ended":
                 self._updates.append(Ended(task.rank, int(message["returncode"])))
                 self._send(task, {"kind": "reap"})
