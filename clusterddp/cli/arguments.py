@@ -83,7 +83,23 @@ class StartOptions:
     verbose: bool = False
 
 
-def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
+END_OF_OPTIONS = "--"
+
+
+class WithArguments(click.Command):
+    """A command that sees the `--` after its first argument, which click leaves out."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        if END_OF_OPTIONS in args:
+            at = args.index(END_OF_OPTIONS)
+            first = next(param.name or "" for param in self.params if isinstance(param, click.Argument))
+            before, _, _ = self.make_parser(ctx).parse_args(args[:at])
+            if isinstance(before.get(first), str):
+                args = [*args[:at], END_OF_OPTIONS, *args[at:]]
+        return super().parse_args(ctx, args)
+
+
+def command(name: str, cls: type[click.Command] = click.Command) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a function a command that also takes the options of `clusterddp` itself, which users type anywhere."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:
@@ -92,7 +108,7 @@ def command(name: str) -> Callable[[Callable[..., Any]], click.Command]:
                 option, is_flag=True, hidden=True, expose_value=False, callback=_set_on_terminal, help=help_text
             )(function)
         # click keeps the help option's names of the first context that is made.
-        return click.command(name, context_settings={"help_option_names": HELP_OPTIONS})(function)
+        return click.command(name, cls, context_settings={"help_option_names": HELP_OPTIONS})(function)
 
     return decorate
 

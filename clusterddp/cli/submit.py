@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import ModuleType
@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clusterddp.cli.arguments import (
+    END_OF_OPTIONS,
     PLANNED_NAME,
     KeyValue,
     Place,
     RunName,
     SpecOrRun,
     StartOptions,
+    WithArguments,
     command,
     place_options,
     plan_options,
@@ -44,6 +46,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run
 from clusterddp.run.gang import Gang
 from clusterddp.run.seal import mark_of
+from clusterddp.run.steps import is_batch_script
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import build_record, read_json
 from clusterddp.view.printable import printable
@@ -56,9 +59,9 @@ if TYPE_CHECKING:
     from clusterddp.spec.sweep import SweepSpec
 
 
-@command("submit")
-@click.argument("spec", metavar="SPEC|RUN", type=SpecOrRun())
-@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
+@command("submit", WithArguments)
+@click.argument("spec", metavar="SPEC|SCRIPT|RUN", type=SpecOrRun())
+@click.argument("overrides", metavar="[KEY=VALUE]... [-- ARG...]", nargs=-1, type=KeyValue())
 @place_options
 @plan_options
 @start_options
@@ -68,6 +71,12 @@ if TYPE_CHECKING:
     help="Start all ranks on this machine, or by --launcher, for one step and one checkpoint, and wait.",
 )
 @click.option("--sweep", is_flag=True, help="KEY=A,B makes a run of each value; several keys: of each combination.")
+@click.option(
+    "--from",
+    "source",
+    type=click.Choice(["slurm"]),
+    help="The file is a batch script for sbatch, also without #SBATCH lines.",
+)
 @profile_option
 @click.pass_obj
 def submit(
@@ -79,17 +88,20 @@ def submit(
     options: StartOptions,
     smoke_test: bool,
     sweep: bool,
+    source: str | None,
     profile: str | None,
 ) -> int:
     """Start what a spec describes; - reads it from stdin. Ctrl-C while it waits does not stop the run.
 
-    With the name of an earlier run: its spec again, as a new run, started where that one was, with the code that lies
-    there now.
+    A batch script for sbatch is submitted as it is; slurm.KEY=VALUE overrides its #SBATCH lines, and what follows -- is
+    its arguments. With the name of an earlier run: its spec again, as a new run, started where that one was, with the
+    code that lies there now.
 
     \b
     clusterddp submit job.yaml                                run it, return at once
     clusterddp submit job.yaml train.lr=0.2 train.epochs=3    with other values
     clusterddp submit job.yaml train.lr=0.1,0.2 --sweep       a run of each: a queue, or a Slurm job array
+    clusterddp submit train.slurm slurm.time=10 -- --lr 0.1   a batch script, unchanged
     clusterddp submit brisk-otter-3 train.lr=0.2              an earlier run's spec again
     clusterddp submit job.yaml --cpu -n                       what would happen
     clusterddp submit job.yaml --smoke-test                   all ranks here, for one step
@@ -98,21 +110,33 @@ def submit(
     """
     from clusterddp.spec.sweep import load_sweep
 
-    if smoke_test and not place.flags.get("launcher"):
-        place = dataclasses.replace(place, launcher="local")
     if is_run(spec, options.runs_dir):
         if smoke_test or sweep:
             raise UsageError(f"{spec}: --{'sweep' if sweep else 'smoke-test'} takes the file of a spec, not a run")
         if there := node_of_all([str(spec)], options.runs_dir, profile, terminal.environ):
             return submit_again_at_login(there[0], there[1][0])
         return _submit_again(terminal, str(spec), overrides, place, options)
-    flags, hosts = place.flags, place.read_hosts()
+    if smoke_test and not place.flags.get("launcher"):
+        place = dataclasses.replace(place, launcher="local")
+    if _is_batch_script(spec, given=source is not None):
+        _refuse_for_script(Path(spec), place, sweep=sweep, profile=profile, environ=terminal.environ)
+        if smoke_test:
+            place, options = dataclasses.replace(place, cpu=True), dataclasses.replace(options, wait=True)
+        return _submit_script(terminal, Path(spec), overrides, place, options)
+    words, args = _parted(overrides)
+    overrides, flags, hosts = (*words, *(args or ())), place.flags, place.read_hosts()
     read = load_sweep(spec, overrides, sweep=sweep, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
     if smoke_test and read.keys:
         raise click.UsageError("--smoke-test is for one run, and this is a sweep of many: give one value for each key")
     resolved = read.variants[0].resolved
     if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal.environ)):
         return start_at_login(node, resolved, runs_dir=options.runs_dir, discard=options.dry_run)
+    return _start(read, terminal, options, smoke_test=smoke_test)
+
+
+def _start(read: SweepSpec, terminal: Terminal, options: StartOptions, *, smoke_test: bool) -> int:
+    """Start what was read, from this machine."""
+    resolved = read.variants[0].resolved
     if read.keys:
         return _submit_sweep(read, terminal, options)
     if smoke_test:
@@ -122,11 +146,59 @@ def submit(
     return _carry_out(plan, terminal, options)
 
 
-def _submit_again(
-    terminal: Terminal, name: str, overrides: tuple[str, ...], place: Place, options: StartOptions
+def _parted(words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...] | None]:
+    """Return the overrides, and the words behind `--`; None: there is no `--`."""
+    at = words.index(END_OF_OPTIONS) if END_OF_OPTIONS in words else None
+    return (words, None) if at is None else (words[:at], words[at + 1 :])
+
+
+def _is_batch_script(spec: Path | str, *, given: bool) -> bool:
+    """Return whether a file is a batch script; `given`: the user says so."""
+    from clusterddp.spec.batch_script import is_batch_script
+    from clusterddp.spec.tree import read_bytes
+
+    if given and str(spec) == "-":
+        raise UsageError("--from slurm takes a file, not the standard input")
+    return given or (str(spec) != "-" and is_batch_script(Path(spec), read_bytes(Path(spec))))
+
+
+def _refuse_for_script(
+    script: Path, place: Place, *, sweep: bool, profile: str | None, environ: Mapping[str, str]
+) -> None:
+    """Raises: UsageError: an option is for specs, or the script belongs on another machine."""
+    if sweep or profile:
+        raise UsageError(
+            f"{script}: --{'sweep' if sweep else 'profile'} is for a spec, and this is a batch script",
+            hint="slurm.array=0-9 makes a run of each task; slurm.KEY=VALUE overrides its #SBATCH lines",
+        )
+    if place.launcher in (None, "slurm") and (node := find_node(None, environ)):
+        raise UsageError(
+            f"{script}: profile {node.profile} submits on {node.login.host}, where a batch script has its directory",
+            hint=f"ssh {node.login.host}, and clusterddp submit it there; --launcher local tries it here",
+        )
+
+
+def _submit_script(
+    terminal: Terminal, script: Path, words: tuple[str, ...], place: Place, options: StartOptions
 ) -> int:
+    """Submit a batch script as it is; the values of shared files and profiles are for specs."""
+    from clusterddp.spec.batch_script import spec_of
+    from clusterddp.spec.load import load_spec
+    from clusterddp.spec.yamlfile import spec_yaml
+
+    overrides, args = _parted(words)
+    text = spec_yaml(spec_of(script, args or ()))
+    flags, hosts = place.flags, place.read_hosts()
+    resolved = load_spec(text, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
+    with _starting():
+        plan = _plan(resolved, terminal, options)
+    return _carry_out(plan, terminal, options)
+
+
+def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: Place, options: StartOptions) -> int:
     """Start the spec of an earlier run again. A spec's name is none: a file of it may be meant, without its ending."""
     from clusterddp.spec.load import load_spec
+    from clusterddp.spec.yamlfile import flow_yaml
 
     try:
         parent = find_run(options.runs_dir, name)
@@ -138,12 +210,19 @@ def _submit_again(
     if (mark := mark_of(parent)) and not options.dry_run:
         hint = f"submit {parent.name} -n shows what it starts; if you want that: clusterddp submit {parent.spec}"
         raise UsageError(f"{parent.name} is {mark}: nothing of it is started", hint=hint)
+    overrides, args = _parted(words)
+    if args is not None:
+        overrides = (*overrides, *([f"entry.args={flow_yaml(list(args))}"] if is_batch_script(parent) else args))
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
     working_dir = working_dir if working_dir.is_dir() else Path.cwd()
+    script, copy = resolved.job.entry and resolved.job.entry.batch_script, None
+    if script and not Path(script).exists():
+        say_note(f"{script} is gone: the copy of {parent.name} is submitted")
+        copy = parent.batch_script.read_bytes()
     with _starting():
-        plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name)
+        plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name, submission=copy)
     return _carry_out(plan, terminal, options)
 
 
@@ -239,6 +318,7 @@ def _plan(
     working_dir: Path | None = None,
     parent: str | None = None,
     trial: Trial | None = None,
+    submission: bytes | None = None,
 ) -> Plan:
     from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
@@ -250,6 +330,7 @@ def _plan(
         attached=options.attach,
         parent=parent,
         trial=trial,
+        submission=submission,
         run=PLANNED_NAME if options.dry_run else None,
     )
     return plan_run(resolved, request)

@@ -22,7 +22,8 @@ from clusterddp.importing.files import (
     read_hosts,
     read_values,
 )
-from clusterddp.importing.script import read_batch_script, spec_name
+from clusterddp.importing.script import read_batch_script
+from clusterddp.spec.batch_script import spec_name
 from clusterddp.spec.load import ResolvedSpec, load_spec
 from clusterddp.spec.tree import decode, escape, read_bytes
 from clusterddp.spec.yamlfile import parse, spec_yaml

@@ -25,6 +25,7 @@ from clusterddp.importing.launch import (
     starts_more,
     translate_levels,
 )
+from clusterddp.spec.batch_script import spec_name
 from clusterddp.spec.launch_options import Word, words
 from clusterddp.spec.sbatch_lines import SIZES, Given, GivenOptions, read_sbatch_lines, read_sizes
 from clusterddp.spec.secret_values import hide_secret_arguments
@@ -62,7 +63,6 @@ _HINT = (
     "the #SBATCH lines and a plain command"
 )
 _MAX_PLACES = 10
-_NAME = re.compile(r"[^A-Za-z0-9._-]+")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -309,11 +309,6 @@ def _name(given: GivenOptions, findings: Findings) -> None:
     findings.set("name", name)
     if entry and name != written:
         findings.lose(entry.option.text, f"a name has letters, digits, dots, - and _: {name}", entry.line)
-
-
-def spec_name(text: str) -> str:
-    """Make a valid name of a spec from any text."""
-    return _NAME.sub("_", text).lstrip("._-")[:64].rstrip("._-") or "imported"
 
 
 _OF_THE_JOB = {

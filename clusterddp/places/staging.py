@@ -21,7 +21,7 @@ from clusterddp.run.directory import STAGING_PREFIX, SWEEP_RECORD, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.system.directories import own_directories
-from clusterddp.system.files import read_json, sync_directory, write_json, write_text
+from clusterddp.system.files import read_json, sync_directory, write_bytes, write_json, write_text
 from clusterddp.system.own_directory import find_fault
 
 _FOREIGN_AFTER_S = 24 * 3600.0
@@ -101,6 +101,8 @@ def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
         parent = RunDir(plan.runs_dir / plan.parent) if plan.parent else None
         here = plan.launcher != "ssh"
         write_submission(run, plan.submission, parent, here=here)
+    if plan.gang.entry.kind == "batch_script":
+        write_bytes(run.batch_script, plan.submission or b"")
     surroundings = capture_surroundings(plan.working_dir, environ)
     if plan.snapshot is not None:
         chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)

@@ -83,7 +83,9 @@ class Request:
     placed: Placement | None = None
     """Where the ranks run, if that is decided already; None: the launcher of the spec places them."""
     submission: bytes | None = None
-    """A function from Python, pickled; empty: the run has it; None: there is none, or it is that of `parent`."""
+    """A function from Python, pickled; empty: the run has it; None: there is none, or it is that of `parent`.
+
+    Of a batch script: its text; None: the file of the spec has it."""
 
 
 _T = TypeVar("_T")

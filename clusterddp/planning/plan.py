@@ -24,9 +24,10 @@ from clusterddp.planning.program import (
     plan_entry,
     plan_program,
     plan_trial_entry,
+    read_batch_script,
     with_absolute_paths,
 )
-from clusterddp.planning.slurm import SCRIPT, SLURM_SUPERVISOR, SlurmPlan, place_slurm
+from clusterddp.planning.slurm import SLURM_SUPERVISOR, SlurmPlan, place_slurm
 from clusterddp.planning.ssh import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
 from clusterddp.run.call import PYTHON
 from clusterddp.run.directory import RunDir
@@ -96,7 +97,8 @@ class Plan:
     ssh: SshPlan | None = None
     """The hosts, for the ssh launcher."""
     submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
-    """A function from Python with its arguments, pickled; its name is the entry's target. It is not in plan.json."""
+    """A function from Python with its arguments, pickled, whose name is the entry's target; or the text of a batch
+    script. It is not in plan.json."""
 
     @property
     def run_dir(self) -> Path:
@@ -154,6 +156,8 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     request = dataclasses.replace(request, runs_dir=runs_dir, working_dir=working_dir)
     job = with_absolute_paths(resolved.job, working_dir)
     refuse_unplannable(job, request)
+    if job.entry and job.entry.batch_script and request.submission is None:
+        request = dataclasses.replace(request, submission=read_batch_script(Path(job.entry.batch_script)))
     placed = request.placed or _PLACE[job.launcher](job, request)
     program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=request.environ)
     run = request.run or choose_run_name(runs_dir)
@@ -200,7 +204,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         changes=resolved.changes(),
         notes=(
             *(*placement.notes, *program.notes, *notes_on_words(entry), *overwritten, *secret_notes(resolved)),
-            *setting_notes(job, request.environ),
+            *(setting_notes(job, request.environ) if not (job.entry and job.entry.batch_script) else ()),
             *((called,) if entry.is_call and job.container else ()),
         ),
         snapshot=program.snapshot_summary,
@@ -343,6 +347,8 @@ _PORT = "a free port, chosen at the start"
 def _rank0_variables(plan: Plan) -> dict[str, dict[str, str]]:
     """Compute the variables of rank 0, each with its origin."""
     gang, slurm, ssh = plan.gang, plan.slurm, plan.ssh
+    if gang.entry.kind == "batch_script":
+        return {}  # its ranks are those of its steps
     if not gang.master_addr:
         head = ssh.hosts[0].host if ssh else "the first node"
         gang = dataclasses.replace(gang, master_addr=f"{head}'s address, found at the start")
@@ -371,8 +377,10 @@ def _files_written(plan: Plan) -> tuple[str, ...]:
     paths += [run.attempt(0).path, run.checkpoints, run.tensorboard, run.launcher_dir]
     if plan.gang.entry.is_call:
         paths.append(run.submission)
+    if plan.gang.entry.kind == "batch_script":
+        return tuple(map(str, (*paths, run.batch_script, *([plan.slurm.file_of(run)] if plan.slurm else []))))
     if plan.slurm:
-        paths += [run.launcher_dir / SCRIPT, run.job_environment, run.job_secrets]
+        paths += [plan.slurm.file_of(run), run.job_environment, run.job_secrets]
     return tuple(str(path) for path in paths)
 
 
@@ -389,16 +397,19 @@ def _commands_started(plan: Plan) -> tuple[tuple[str, ...], ...]:
         pythons = [node.python_words for node in plan.ssh.hosts]
         supervisors = [(python, *SUPERVISOR_COMMAND[1:]) for python in pythons]
         return ((constant_command(),), *supervisors, (pythons[0], *rank_command(Path(plan.dir_on_hosts))[1:]))
+    if plan.slurm and plan.gang.entry.kind == "batch_script":
+        return ((*plan.slurm.sbatch, str(plan.slurm.file_of(RunDir(plan.run_dir))), *plan.slurm.arguments),)
     rank = rank_command(plan.run_dir)
     if plan.slurm:
         supervisors = [module_command(SLURM_SUPERVISOR) for _ in plan.gang.nodes]
-        script = str(RunDir(plan.run_dir).launcher_dir / SCRIPT)
+        script = str(plan.slurm.file_of(RunDir(plan.run_dir)))
         return ((*plan.slurm.sbatch, script, *plan.slurm.arguments), (*plan.slurm.srun, "0"), *supervisors, rank)
     return (launcher_command(plan.run_dir, 0), *[SUPERVISOR_COMMAND for _ in plan.gang.nodes], rank)
 
 
 _FIXED = (
     *("launcher", "name", "snapshot", "entry.script", "entry.module", "entry.function", "entry.command"),
+    "entry.batch_script",
     *(f"train.{key}" for key in DEFINING),
 )
 """Keys that make it this run; with another value of one it would be another run."""
@@ -414,8 +425,14 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
     from clusterddp.spec.load import flatten, load_spec
 
     resolved = load_spec(spec, overrides, environ=environ, whole=True)
+    own = RunDir(plan.run_dir).batch_script
+    submission = read_batch_script(own) if plan.gang.entry.kind == "batch_script" else b""
     request = Request(
-        runs_dir=plan.runs_dir, working_dir=plan.working_dir, environ=environ, parent=plan.parent, submission=b""
+        runs_dir=plan.runs_dir,
+        working_dir=plan.working_dir,
+        environ=environ,
+        parent=plan.parent,
+        submission=submission,
     )
     other = plan_run(resolved, request)
     now, then = flatten(other.spec), flatten(plan.spec)

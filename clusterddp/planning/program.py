@@ -28,7 +28,9 @@ from clusterddp.run.code import (
 )
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, is_call
+from clusterddp.spec.batch_script import demand_batch_script
 from clusterddp.spec.train import GENERATED
+from clusterddp.spec.tree import read_bytes
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ if TYPE_CHECKING:
 
 
 TRAINER = "clusterddp.train.main"
-_Kind = Literal["module", "script", "function", "command"]
+_Kind = Literal["module", "script", "function", "command", "batch_script"]
 _SCRIPT_LIMITS = f"{MAX_SCRIPT_FILES:,} files and {MAX_SCRIPT_BYTES / 1e6:.0f} MB"
 _SHOWN = 5
 """How many names a note lists."""
@@ -88,6 +90,8 @@ def plan_program(
             why = f"no snapshot of the code: {error.message}"
         notes = (why,) if why else code.notes if code else ()
         return Program(kind="module", target=TRAINER, import_paths=(), snapshot=code, notes=notes)
+    if job.entry.batch_script:
+        return Program(kind="batch_script", target=job.entry.batch_script, import_paths=(), snapshot=None, notes=())
     kind, target, words = _what_runs(job.entry)
     if job.launcher == "ssh" and not job.snapshot:
         return _program_on_hosts(kind, target, words, working_dir)
@@ -126,6 +130,13 @@ def plan_program(
         snapshot=snapshot,
         notes=notes,
     )
+
+
+def read_batch_script(path: Path) -> bytes:
+    """Read a batch script. Raises: SpecError: it cannot be read. UsageError: sbatch would refuse it."""
+    data = read_bytes(path, expected="a batch script")
+    demand_batch_script(path, data)
+    return data
 
 
 def _what_runs(entry: EntrySpec) -> tuple[_Kind, str, tuple[str, ...]]:
@@ -360,6 +371,14 @@ def plan_entry(
             f"network.init file: {run_dir} has {odd!r}, which ends a path in a file:// address",
             hint="use another directory with --runs DIR or CLUSTERDDP_RUNS; or network.init=tcp",
         )
+    if program.kind == "batch_script":
+        return Entry(
+            kind=program.kind,
+            target=str(RunDir(run_dir).batch_script),
+            args=tuple(job.entry.args),
+            working_dir=str(working_dir),
+            unchanged=True,
+        )
     code = RunDir(run_dir).code
     snapshot, code_dir = program.snapshot, working_dir
     if snapshot:
@@ -450,7 +469,7 @@ def with_absolute_paths(job: JobSpec, working_dir: Path) -> JobSpec:
         return job.model_copy(update={"train": dataclasses.replace(job.train, data_dir=data_dir)})
     if job.entry:
         # Over SSH the paths of its data and results are on the hosts.
-        here = ("script",) if job.launcher == "ssh" else ("script", "data_dir", "output_dir")
+        here = ("script",) if job.launcher == "ssh" else ("script", "batch_script", "data_dir", "output_dir")
         named = {name: getattr(job.entry, name) for name in here if getattr(job.entry, name)}
         paths = {name: str(working_dir / Path(path).expanduser()) for name, path in named.items()}
         file, _, function = (job.entry.function or "").partition(":")
@@ -503,6 +522,8 @@ _OF_A_SHELL = re.compile(r"\$[A-Za-z_]\w*|\$\{[A-Z_][A-Z0-9_]*\}|\$\(|(^|=)~/")
 
 def notes_on_words(entry: Entry) -> Iterator[str]:
     """Name the arguments that a shell would change."""
+    if entry.kind == "batch_script":
+        return  # a shell reads it
     given = (*([] if entry.shell else entry.words), *(() if entry.kind == "function" else entry.args))
     found = [str(word) for word in given if _OF_A_SHELL.search(str(word))]
     if found:
@@ -511,7 +532,7 @@ def notes_on_words(entry: Entry) -> Iterator[str]:
 
 def notes_on_outputs(entry: Entry, working_dir: Path, *, in_copies: bool) -> Iterator[str]:
     """Write which results runs overwrite; `in_copies`: the ranks work in copies of the code on other hosts."""
-    for path in relative_outputs(asdict(entry)):
+    for path in relative_outputs(asdict(entry)) if entry.kind != "batch_script" else ():
         if in_copies:
             yield f"{path} is relative: it lies in each host's copy of the code; {{output_dir}} is copied back"
         else:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from clusterddp.run.gang import Node
 from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.run.record import read_run
 from clusterddp.run.sweep import SweepDir, find_sweep
+from clusterddp.spec.batch_script import head_of, options_of
 from clusterddp.spec.slurm_options import (
     BIND_OPTIONS,
     FLAGS,
@@ -39,7 +41,7 @@ from clusterddp.spec.slurm_options import (
     asks_for_gpus,
     option_problem,
 )
-from clusterddp.system.python import module_command
+from clusterddp.system.python import isolated_command, module_command
 from clusterddp.system.storage import check_shared
 from clusterddp.system.templates import read_template
 
@@ -259,6 +261,8 @@ def _mounts(container: dict[str, Any], mounts: tuple[str, ...], run_dir: Path) -
 
 
 SCRIPT = "slurm_job.sh"
+SCRIPT_FOLDER = "sbatch"
+"""The folder, in the launcher's directory, of what sbatch gets for a user's batch script."""
 TASK_MODULE = "clusterddp.places.slurm.task"
 SLURM_SUPERVISOR = "clusterddp.places.slurm.supervisor"
 
@@ -276,7 +280,13 @@ class SlurmPlan:
     variables: tuple[str, ...]
     """Names of the submitting shell's variables that the ranks get, from launcher/environment.json."""
     script: str
-    """Text of the batch script, the same for every run."""
+    """Text of the batch script, the same for every run; of a user's script: its #SBATCH lines, and what runs it."""
+    file: str = SCRIPT
+    """Where it is below the launcher's directory; sbatch names the job of a user's script by the last part."""
+    directory: str | None = None
+    """Of a user's batch script: where sbatch runs, with the whole environment of the user."""
+    job_directory: str | None = None
+    """Of a user's batch script: where the job starts."""
     arguments: tuple[str, ...] = ()
     """Arguments of the script."""
     sbatch: tuple[str, ...] = ()
@@ -287,10 +297,20 @@ class SlurmPlan:
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    def file_of(self, run: RunDir) -> Path:
+        """Return the file that sbatch gets."""
+        return run.launcher_dir / self.file
+
 
 def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int) -> SlurmPlan:
     """Fill in what depends on the run's directory and on the first attempt of the job."""
     tag = job_tag(token, attempt)
+    if plan.directory is not None:
+        return dataclasses.replace(
+            plan,
+            arguments=(str(run_dir), *plan.arguments[1:]),
+            sbatch=script_sbatch_argv(plan.sbatch_options, job_comment(run_dir.name, tag)),
+        )
     python, _, *paths = plan.arguments
     return dataclasses.replace(
         plan,
@@ -309,11 +329,10 @@ def sbatch_argv(
     options: Mapping[str, str | bool], *, name: str, comment: str, directory: Path, log: str = "job.log"
 ) -> tuple[str, ...]:
     """Return sbatch's argv before the script; the comment of the spec comes before ours."""
-    users = options.get("comment")
     ours: Options = {
         "parsable": True,
         "job_name": name,
-        "comment": f"{users}; {comment}" if isinstance(users, str) and users else comment,
+        "comment": _with_comment(options, comment),
         "export": "ALL",  # of sbatch's minimal environment
         "chdir": str(directory),
         "output": str(directory / log),
@@ -321,6 +340,17 @@ def sbatch_argv(
     }
     rest = {option: value for option, value in options.items() if option != "comment"}
     return ("sbatch", *option_argv(ours), *option_argv(rest))
+
+
+def script_sbatch_argv(options: Mapping[str, str | bool], comment: str) -> tuple[str, ...]:
+    """Return sbatch's argv before a user's script: its answer and the comment are ours, the rest is the user's."""
+    ours: Options = {"parsable": True, "comment": _with_comment(options, comment)}
+    return ("sbatch", *option_argv({**options, **ours}))
+
+
+def _with_comment(options: Mapping[str, str | bool], comment: str) -> str:
+    users = options.get("comment")
+    return f"{users}; {comment}" if isinstance(users, str) and users else comment
 
 
 def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
@@ -438,6 +468,8 @@ def place(job: JobSpec, request: Request) -> Placement:
     Raises: UsageError, PreflightError: Slurm could not run the job, or not from this directory.
     """
     refuse_odd_path(request.runs_dir)
+    if job.entry and job.entry.batch_script:
+        return _place_batch_script(job, Path(job.entry.batch_script), request)
     dependency, waiting = find_dependency(job.after, request.runs_dir)
     options = choose_options(job, request.environ, dependency)
     placement = plan_slurm_placement(job, gpus=options.gpus, whole_nodes="cpus_per_task" not in options.sbatch)
@@ -459,6 +491,37 @@ def place(job: JobSpec, request: Request) -> Placement:
         arguments=(sys.executable, "", *_start_paths(request.environ)),
     )
     return dataclasses.replace(placement, notes=notes, slurm=slurm)
+
+
+def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement:
+    """Plan the job of a user's batch script: sbatch reads its options, and ranks are those of its steps."""
+    assert job.entry is not None
+    assert request.submission is not None
+    shared = check_shared(
+        request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
+    )
+    given = options_of(request.submission)
+    options: Options = {name: value for name, value in job.slurm.items() if value is not False}
+    for name, variable in (("comment", "SBATCH_COMMENT"), ("chdir", "")):
+        given[name] = str(options.get(name) or request.environ.get(variable) or given.get(name) or "")
+    if given["comment"]:
+        options["comment"] = given["comment"]  # ours follows it on the command line, which overrides the script's
+    placement = plan_slurm_placement(job, gpus=job.device != "cpu", whole_nodes=False)
+    command = shlex.join(isolated_command("clusterddp.places.slurm.batch"))
+    head = head_of(request.submission).decode(errors="surrogateescape")
+    slurm = SlurmPlan(
+        sbatch_options=options,
+        srun_options={},
+        container=None,
+        mounts=(),
+        variables=(),
+        script=f'#!/bin/sh\n{head}{"" if head.endswith(chr(10)) or not head else chr(10)}exec {command} "$@"\n',
+        file=f"{SCRIPT_FOLDER}/{path.name}",
+        directory=str(request.working_dir),
+        job_directory=str(request.working_dir / given["chdir"]),
+        arguments=("", *map(str, job.entry.args)),
+    )
+    return dataclasses.replace(placement, notes=(*shared, *storage_notes()), slurm=slurm)
 
 
 def plan_slurm_placement(job: JobSpec, *, gpus: bool, whole_nodes: bool) -> Placement:

@@ -43,7 +43,7 @@ def is_call(function: str) -> bool:
 class Entry:
     """The program of a rank, and how it is started."""
 
-    kind: Literal["module", "script", "function", "command"]
+    kind: Literal["module", "script", "function", "command", "batch_script"]
     target: str
     """A module, the path of a script, `module:function` or `path.py:function`, a program, or a shell command.
 

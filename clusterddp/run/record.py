@@ -104,6 +104,8 @@ class RunRecord:
     """In a sweep: the values of this run, `lr=0.1 seed=0`."""
     cluster: str | None = None
     """On Slurm: the cluster that sbatch named; None if it named none."""
+    job_directory: str | None = None
+    """On Slurm: where the job of a batch script starts; None: it is a job of our own script, below the run."""
     queued: bool = False
     """In a sweep without Slurm: the queue of the sweep has not started the newest attempt yet."""
 

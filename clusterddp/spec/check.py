@@ -13,7 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from clusterddp.errors import Problem
-from clusterddp.spec.entry_section import entry_conflicts
+from clusterddp.spec.entry_section import EntrySpec, entry_conflicts
 from clusterddp.spec.fields import MAX_RANKS, Conflict
 from clusterddp.spec.hosts import ssh_conflicts, with_node_for_each_host
 from clusterddp.spec.keys import with_one_spelling
@@ -178,7 +178,9 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
             "a spec has either train or entry, this one has both",
             "~train or ~entry on the command line drops one of them",
         )
-    if job.entry is not None:
+    if job.entry is not None and job.entry.batch_script is not None:
+        yield from _batch_script_conflicts(job, job.entry)
+    elif job.entry is not None:
         in_step = job.launcher == "slurm" and job.container is None
         yield from entry_conflicts(job.entry, world_size=job.resources.world_size, in_step=in_step)
     if job.train is not None:
@@ -192,6 +194,23 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
     yield from notify_conflicts(job)
+
+
+_OF_A_BATCH_SCRIPT = {"name", "launcher", "device", "network", "hang", "hang_after", "entry", "slurm"}
+
+
+def _batch_script_conflicts(job: JobSpec, entry: EntrySpec) -> Iterator[Conflict]:
+    """Find what a batch script says itself."""
+    for name in entry.model_dump(exclude={"batch_script", "args"}, exclude_defaults=True):
+        yield Conflict((f"entry.{name}", "entry.batch_script"), "a batch script has arguments, and nothing else")
+    plain = JobSpec.model_validate({"name": job.name, "entry": {}})
+    for name in type(job).model_fields:
+        if name not in _OF_A_BATCH_SCRIPT and getattr(job, name) != getattr(plain, name):
+            hint = "slurm.KEY=VALUE overrides a #SBATCH line: slurm.nodes=2, slurm.time=10"
+            yield Conflict((name, "entry.batch_script"), "the batch script has it", hint)
+    if job.launcher == "ssh":
+        hint = "--launcher local tries it on this machine"
+        yield Conflict(("launcher", "entry.batch_script"), "a batch script is for Slurm", hint)
 
 
 def _machine_conflicts(job: JobSpec) -> Iterator[Conflict]:
@@ -237,8 +256,9 @@ def _machine_conflicts(job: JobSpec) -> Iterator[Conflict]:
 
 def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
     options = job.slurm
+    own = job.entry is not None and job.entry.batch_script is not None
     for name, value in options.items():
-        problem = option_problem(name, value)
+        problem = option_problem(name, value, of_script=own)
         if problem:
             yield Conflict((f"slurm.{name}",), problem[0], problem[1])
     for group in ({"exclusive", "oversubscribe"}, MEMORY_OPTIONS, REQUEUE_OPTIONS):

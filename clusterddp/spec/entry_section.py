@@ -28,7 +28,7 @@ from clusterddp.spec.fields import (
 )
 from clusterddp.spec.tree import did_you_mean
 
-PROGRAMS = ("script", "module", "function", "command")
+PROGRAMS = ("script", "module", "function", "command", "batch_script")
 """The keys that name the program; an entry has exactly one of them."""
 _ONE_OF_THEM = "expected one of script, module, function and command"
 
@@ -124,6 +124,11 @@ class EntrySpec(Section):
         None,
         "A command of any kind: a list of words, or text that is split into words as a shell would; no shell reads it "
         "unless shell is true.",
+    )
+    batch_script: fields.Text | None = key(
+        None,
+        "Path of a batch script for sbatch, from where you submit; bash runs it as it is, and the ranks are those that "
+        "srun, torchrun or mpirun start in it. clusterddp submit train.slurm writes this key.",
     )
     shell: fields.Switch = key(
         False,

@@ -43,11 +43,12 @@ def _hide(value: Any) -> Any:
     if isinstance(value, str):
         return _hide_in_command(value)
     if isinstance(value, Sequence):
-        return _hide_in_words(value)
+        return hide_secret_words(value)
     return value
 
 
-def _hide_in_words(words: Sequence[Any]) -> list[Any]:
+def hide_secret_words(words: Sequence[Any]) -> list[Any]:
+    """Return arguments with `HIDDEN` in place of what looks like a secret."""
     hidden: list[Any] = []
     takes_secret = False
     for word in words:
@@ -68,7 +69,7 @@ def _hide_in_command(command: str) -> str:
         words = shlex.split(command)
     except ValueError:
         words = command.split()
-    hidden = _hide_in_words(words)
+    hidden = hide_secret_words(words)
     return command if hidden == words else " ".join(hidden)
 
 

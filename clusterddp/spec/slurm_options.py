@@ -45,6 +45,10 @@ OWNED: dict[str, str] = {
 }
 """Options that clusterddp sets itself or that would break it -> what to write instead."""
 
+_NO_SCRIPT = frozenset(
+    {"wrap", "wait", "clusters", "test_only", "parsable", "quiet", "verbose", "uid", "gid", "help", "usage", "version"}
+)
+"""Those of them that the command line of a batch script may not have either."""
 FLAGS = frozenset(
     {
         "contiguous", "hold", "ignore_pbs", "no_requeue", "overcommit", "oversubscribe", "reboot",
@@ -75,11 +79,15 @@ KNOWN = frozenset(
 )  # fmt: skip
 
 
-def option_problem(name: str, value: str | bool) -> tuple[str, str | None] | None:
+def option_problem(name: str, value: str | bool, *, of_script: bool = False) -> tuple[str, str | None] | None:
     """Return message and hint for an invalid option; None for a valid one and for an unknown one.
 
-    sbatch itself checks values.
+    sbatch itself checks values. `of_script`: it overrides one of a batch script, which sets more of them.
     """
+    if of_script and name in SRUN_OPTIONS:
+        return "an option of srun, and the batch script calls srun", None
+    if of_script and name in OWNED.keys() - _NO_SCRIPT:
+        return None
     if name in OWNED:
         return "clusterddp sets this option itself", OWNED[name]
     if len(name) == 1:

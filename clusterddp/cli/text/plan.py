@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from clusterddp.cli.terminal import duration, rank_span, table, wrapped
+from clusterddp.spec.secret_values import hide_secret_words
 from clusterddp.spec.train import GENERATED
 from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
@@ -82,7 +83,8 @@ def plan_lines(plan: Plan, *, verbose: bool, columns: int | None = None) -> list
         plan = plan_on_hosts(plan)
     more = "" if verbose else "; -v shows all of it"
     lines = [f"plan for {click.style(plan.name, bold=True)}  (nothing is started{more})", ""]
-    for name, text in [*_facts(plan), *([] if verbose else _changes(plan, columns))]:
+    is_script = plan.gang.entry.kind == "batch_script"
+    for name, text in [*_facts(plan), *([] if verbose or is_script else _changes(plan, columns))]:
         lines += wrapped(f"  {name:<9} {printable(text)}", columns, indent=_INDENT)
     lines += _details(plan) if verbose else []
     lines += [""] if plan.notes else []
@@ -94,10 +96,13 @@ def plan_lines(plan: Plan, *, verbose: bool, columns: int | None = None) -> list
 
 def _details(plan: Plan) -> list[str]:
     variables = "those under env and secrets of the spec; no variable of this shell is sent" if plan.ssh else None
-    if plan.slurm:
+    if plan.slurm and plan.gang.entry.kind == "batch_script":
+        variables = "all of this shell, as with sbatch"
+    elif plan.slurm:
         variables = ", ".join(plan.slurm.variables) or "none"
     lines = [f"  variables {printable(variables)}"] if variables else []
-    lines += ["", *_node_table(plan)]
+    if plan.gang.entry.kind != "batch_script":
+        lines += ["", *_node_table(plan)]
     changes = [["KEY", "VALUE", "DEFAULT", "FROM"]]
     for change in plan.changes:
         value, default = _with_unit(change["key"], change["value"]), value_text(change["default"])
@@ -178,6 +183,8 @@ def cut_lines(text: str, columns: int | None, most: int | None) -> list[str]:
 
 def _facts(plan: Plan) -> list[tuple[str, str]]:
     gang = plan.gang
+    if gang.entry.kind == "batch_script":
+        return _script_facts(plan)
     port = "a free port" if gang.master_port is None else f"port {gang.master_port}"
     if plan.ssh:
         interface = "the fastest interface that all hosts reach each other by"
@@ -200,6 +207,28 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
     if files:
         facts.append(("values", ", ".join(f"{number} from {file}" for file, number in files.items())))
     return facts + (_ssh_facts(plan.ssh, with_code=plan.snapshot is not None) if plan.ssh else [])
+
+
+def _script_facts(plan: Plan) -> list[tuple[str, str]]:
+    """Say what is known of a batch script before it runs: no line of it is read but its #SBATCH lines."""
+    entry, slurm = plan.gang.entry, plan.slurm
+    script = _near(plan.spec["entry"]["batch_script"], plan)
+    facts = [("script", f"{script}, as it is: its own shell runs it")]
+    if entry.args:
+        facts.append(("arguments", words(hide_secret_words(entry.args))))
+    if slurm is None:
+        facts.append(("where", f"{plan.launcher}: this machine"))
+    else:
+        given = slurm.sbatch_options
+        lines = [line for line in slurm.script.split("\n") if line.startswith("#SBATCH")]
+        read = "; ".join(line.removeprefix("#SBATCH").strip() for line in lines) or "none"
+        facts += [("where", "slurm: sbatch gets its #SBATCH lines"), ("#SBATCH", read)]
+        own = [f"slurm.{name}={value_text(value)}" for name, value in given.items() if name in plan.spec["slurm"]]
+        facts += [("override", ", ".join(own))] if own else []
+    facts.append(("ranks", "those that srun, torchrun, mpirun, accelerate and deepspeed start in it"))
+    facts.append(("directory", entry.working_dir))
+    facts.append(("output", f"as with sbatch, and {_near(plan.dir_on_hosts, plan)}: logs of each rank"))
+    return facts + ([("repeats", plan.parent)] if plan.parent else [])
 
 
 def _runs(plan: Plan) -> tuple[str, str]:

@@ -80,13 +80,19 @@ def run_slurm(
 
 
 def call_slurm(
-    argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str | None = None
+    argv: Sequence[str],
+    *,
+    environ: Mapping[str, str],
+    timeout_s: float = COMMAND_TIMEOUT_S,
+    stdin: str | None = None,
+    directory: str | None = None,
 ) -> subprocess.CompletedProcess[str]:
     """Run one of Slurm's commands and return its result; standard error holds warnings.
 
-    What sbatch writes to it while it waits for the controller is passed on at once.
+    What sbatch writes to it while it waits for the controller is passed on at once. `directory`: it runs there, with
+    the whole environment, as a user's own sbatch does.
     """
-    environment = slurm_environment(environ, argv[0])
+    environment = slurm_environment(environ, argv[0]) if directory is None else dict(environ)
     program = shutil.which(argv[0], path=environment.get("PATH"))
     if program is None:
         raise SlurmError(
@@ -106,6 +112,7 @@ def call_slurm(
             text=True,
             errors="replace",
             env=environment,
+            cwd=directory,
         ) as process:
             try:
                 stdout = _await_answer(process, stdin or "", said, argv[0], timeout_s)

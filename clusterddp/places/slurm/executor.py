@@ -11,7 +11,7 @@ import submitit
 
 from clusterddp.errors import SlurmError
 from clusterddp.places.slurm.commands import call_slurm
-from clusterddp.planning.slurm import SCRIPT, SlurmPlan
+from clusterddp.planning.slurm import SlurmPlan
 
 SBATCH_TIMEOUT_S = 120.0
 """How long sbatch may take: it retries by itself while the controller is busy."""
@@ -39,9 +39,11 @@ class JobExecutor(submitit.SlurmExecutor):
         return str(self._submit_command("").job_id)
 
     def _submit_command(self, command: str) -> Any:
-        script = Path(self.folder) / SCRIPT
-        script.write_text(self._make_submission_file_text(command, ""), encoding="utf-8")
-        done = call_slurm(self._make_submission_command(script), environ=self.environ, timeout_s=SBATCH_TIMEOUT_S)
+        script = Path(self.folder) / self.plan.file
+        script.parent.mkdir(mode=0o700, exist_ok=True)
+        script.write_bytes(self._make_submission_file_text(command, "").encode(errors="surrogateescape"))
+        argv = self._make_submission_command(script)
+        done = call_slurm(argv, environ=self.environ, timeout_s=SBATCH_TIMEOUT_S, directory=self.plan.directory)
         self.warnings = done.stderr.strip()
         job_id = self._get_job_id_from_submission_command(done.stdout)
         return self.job_class(folder=self.folder, job_id=job_id, tasks=[0])

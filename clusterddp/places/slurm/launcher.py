@@ -176,7 +176,7 @@ class SlurmLauncher(Launcher):
 
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
         """Submit the job that starts with this attempt; see `submit_attempt`."""
-        return submit_attempt(run, attempt, self._environ)
+        return submit_attempt(run, attempt, self._environ, report=report)
 
     def withdraw(self, run: RunDir) -> str:
         """Cancel a job whose submit was interrupted; see `withdraw_job`."""
@@ -187,7 +187,14 @@ class SlurmLauncher(Launcher):
         return ask_slurm(records, slurm)
 
 
-def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, keep_variables: bool = False) -> Started:
+def submit_attempt(
+    run: RunDir,
+    attempt: int,
+    environ: Mapping[str, str],
+    *,
+    keep_variables: bool = False,
+    report: Report = no_report,
+) -> Started:
     """Submit the job that starts with this attempt; sbatch runs once.
 
     The job's tag is written into the record before sbatch runs. The job's id goes into a file of its own afterwards,
@@ -201,7 +208,8 @@ def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, kee
         options = without_waiting(plan.slurm.sbatch_options)
         plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
     plan = move_plan(plan, run.path, attempt)
-    if not keep_variables:
+    assert plan.slurm is not None
+    if not keep_variables and plan.slurm.directory is None:
         write_variables(run, plan, environ)
     tag = job_tag(plan.token, attempt)
     record = dataclasses.replace(
@@ -212,9 +220,12 @@ def submit_attempt(run: RunDir, attempt: int, environ: Mapping[str, str], *, kee
         cluster=None,
         keeper=None,
         array_index=None,
+        job_directory=plan.slurm.job_directory,
     )
     write_run(run, record)
     answer, warnings = submit_job(run, plan, record, environ)
+    if warnings and plan.slurm.directory is not None:  # about options that the user has written
+        report(warnings)
     job_id, _, cluster = answer.partition(";")
     try:
         write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=cluster or None))
@@ -327,7 +338,7 @@ def ask_scheduler(plan: SlurmPlan, environ: Mapping[str, str]) -> Verdict:
     """Ask the scheduler about the job with the argv of the submit; an error becomes a verdict."""
     try:
         # The script goes over standard input: a dry run writes no file.
-        done = call_slurm([*plan.sbatch, "--test-only"], environ=environ, stdin=plan.script)
+        done = call_slurm([*plan.sbatch, "--test-only"], environ=environ, stdin=plan.script, directory=plan.directory)
     except SlurmError as error:
         unasked = error.transient or error.reason in {"no command", "cannot run", "no cluster"}
         return Verdict(accepted=None if unasked else False, words=error.message)

@@ -47,7 +47,8 @@ def wanted_job(run: RunDir, record: RunRecord) -> Wanted | None:
         tag=record.job_tag,
         array_index=record.array_index,
         job_id=record.job_id,
-        directory=str((run.launcher_dir if record.array_index is None else run.path.parent).absolute()),
+        directory=record.job_directory
+        or str((run.launcher_dir if record.array_index is None else run.path.parent).absolute()),
         since=record.created_ns / 1e9,
         noted=max(_times([run.record, run.job_answer(record.job_tag), run.path.parent / SWEEP_RECORD])),
         cluster=record.cluster,
@@ -207,7 +208,7 @@ def _explain_no_output(records: Records, job: Job) -> str:
     """
     if records.is_claimed or job.state == "NODE_FAIL" or job.exit_code.partition(":")[0] not in {"", "1"}:
         return ""
-    if _job_logs(records.run)[0].exists():
+    if _job_logs(records.run)[0].exists() or records.record.job_directory:
         return ""
     return "; its output is not here: usually its nodes do not share the run's directory"
 

@@ -99,7 +99,7 @@ def test_version(capfd: pytest.CaptureFixture[str]) -> None:
     [
         (["stauts"], 'no such command "stauts". Did you mean "status"'),
         (["status", "--wacth"], "--watch"),
-        (["submit"], "missing argument 'SPEC|RUN'"),
+        (["submit"], "missing argument 'SPEC|SCRIPT|RUN'"),
         (["cancel"], "missing argument 'RUN...'"),
         (["frobnicate"], 'no such command "frobnicate"'),
         (["list", "--state", "DEAD"], "'DEAD' is not one of 'pending', 'running'"),

@@ -1,0 +1,97 @@
+"""A batch script for sbatch, as a file: whether it is one, what sbatch refuses in it, the lines that sbatch reads."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from clusterddp.errors import UsageError
+from clusterddp.spec.sbatch_lines import read_sbatch_lines
+
+_NAME = re.compile(r"[^A-Za-z0-9._-]+")
+_OTHER_SCHEDULERS = (b"#PBS", b"#BSUB", b"#$ ", b"#COBALT", b"#FLUX:")
+_BLANKS = b" \t\r\v\f"
+
+
+def is_batch_script(path: Path, data: bytes) -> bool:
+    """Return whether a file is a batch script: its first line is `#!`, and #SBATCH lines are before its first command.
+
+    Raises: UsageError: it is a script, and not one of these.
+    """
+    if path.suffix in {".yaml", ".yml"}:
+        return False
+    lines = data.split(b"\n")
+    in_force = [line for line in (lines[0], *head_of(data).split(b"\n")) if line.startswith(b"#SBATCH")]
+    if in_force:
+        return True
+    if not data.startswith(b"#!") or b"python" in lines[0]:
+        return False
+    hint = "--from slurm submits it as it is; a spec with entry: {command: ..., shell: true} runs it in each rank"
+    other = next((mark for mark in _OTHER_SCHEDULERS if any(line.startswith(mark) for line in lines)), None)
+    if any(line.startswith(b"#SBATCH") for line in lines):
+        found = "its #SBATCH lines are after its first command, where sbatch ignores them"
+    elif other:
+        found = f"a script for another scheduler: it has {other.decode().strip()} lines and no #SBATCH lines"
+    else:
+        found = "a script without #SBATCH lines, so it may not be meant for sbatch"
+    raise UsageError(f"{path}: {found}", hint=hint)
+
+
+def demand_batch_script(path: Path, data: bytes) -> None:
+    """Refuse what sbatch refuses, with the reason.
+
+    Raises: UsageError. Source: slurm, src/sbatch/sbatch.c, _get_script_buffer.
+    """
+    hint = None
+    if not data.strip():
+        found = "is empty"
+    elif not data.startswith(b"#!"):
+        found, hint = "sbatch takes no script without #! in its first line", "write #!/bin/bash there"
+    elif b"\0" in data:
+        found, hint = "sbatch takes no script with a NUL character", "is it a program? A script starts it"
+    elif b"\r\n" in data:
+        line = data[: data.index(b"\r\n")].count(b"\n") + 1
+        found = f"sbatch takes no script with the line ends of DOS (CR LF), found in line {line}"
+        hint = f"sed -i 's/\\r$//' {path} removes them"
+    else:
+        return
+    raise UsageError(f"{path}: {found}", hint=hint)
+
+
+def head_of(data: bytes) -> bytes:
+    """Return the lines in which sbatch looks for options: from the second one up to the first command."""
+    position = data.find(b"\n") + 1 or len(data)
+    begin = position
+    while position < len(data):
+        end = data.find(b"\n", position) + 1 or len(data)
+        line = data[position:end].strip(_BLANKS + b"\n")
+        if line and not line.startswith(b"#"):
+            break
+        position = end
+    return data[begin:position]
+
+
+def options_of(data: bytes) -> dict[str, str]:
+    """Read the #SBATCH lines: long name, with _ for -, -> value; a line that is not understood is left to sbatch."""
+    found: dict[str, str] = {}
+    for line in head_of(data).decode(errors="replace").split("\n"):
+        with contextlib.suppress(UsageError):
+            given = read_sbatch_lines(line, "", lambda *_: None)
+            found |= {name: given.value(name) for name in given}
+    return found
+
+
+def spec_of(path: Path, args: Sequence[str]) -> dict[str, object]:
+    """Return the spec of a batch script that is submitted with these arguments."""
+    return {
+        "name": spec_name(path.stem),
+        "launcher": "slurm",
+        "entry": {"batch_script": str(path.absolute()), "args": list(args)},
+    }
+
+
+def spec_name(text: str) -> str:
+    """Make a valid name of a spec from any text."""
+    return _NAME.sub("_", text).lstrip("._-")[:64].rstrip("._-") or "imported"
