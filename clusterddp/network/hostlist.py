@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from clusterddp.errors import ClusterddpError
 
@@ -31,6 +31,38 @@ def expand(text: str, *, limit: int = MAX_HOSTS) -> tuple[str, ...]:
 def count(text: str, *, limit: int = MAX_HOSTS) -> int:
     """Count the hosts of a host list without naming them. Raises: ClusterddpError: as `expand`."""
     return sum(map(_size, _parse(text, limit)))
+
+
+def compress(hosts: Sequence[str]) -> str:
+    """Write a host list: `node1, node2, node4, login` is node[1-2,4],login."""
+    parts: list[str] = []
+    for (prefix, numbered), group in itertools.groupby(
+        map(_split_number, hosts), key=lambda each: (each[0], len(each))
+    ):
+        numbers = [each[-1] for each in group]
+        if numbered == 1:
+            parts += numbers
+            continue
+        ranges: list[list[str]] = []
+        for number in numbers:
+            if ranges and len(ranges[-1][-1]) == len(number) and int(number) == int(ranges[-1][-1]) + 1:
+                ranges[-1] = [ranges[-1][0], number]
+            else:
+                ranges.append([number])
+        written = ",".join(map("-".join, ranges))
+        parts.append(f"{prefix}[{written}]" if len(numbers) > 1 else prefix + written)
+    return ",".join(parts)
+
+
+def compress_counts(counts: Sequence[int]) -> str:
+    """Write counts for nodes as Slurm does: 2, 2, 2, 1 is `2(x3),1`."""
+    groups = [(count, len(list(group))) for count, group in itertools.groupby(counts)]
+    return ",".join(f"{count}(x{times})" if times > 1 else str(count) for count, times in groups)
+
+
+def _split_number(host: str) -> tuple[str, ...]:
+    match = re.fullmatch("(.*?)([0-9]+)", host)
+    return (match[1], match[2]) if match else (host,)
 
 
 def _parse(text: str, limit: int) -> list[list[_Piece]]:

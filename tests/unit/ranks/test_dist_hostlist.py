@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.network.hostlist import expand
+from clusterddp.network.hostlist import compress, compress_counts, expand
 from clusterddp.ranks.slurm_step import expand_counts, read_place
 
 STEP = {
@@ -127,3 +127,22 @@ def test_the_step_counts_before_the_job():
 def test_variables_that_contradict_each_other_are_refused(changed, words):
     with pytest.raises(ClusterddpError, match=words):
         read_place(STEP | changed)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "text"),
+    [
+        ("a1,a2,a3,b", "a[1-3],b"),
+        ("node08,node09,node10,node12", "node[08-10,12]"),
+        ("n9,n10", "n[9,10]"),
+        ("login,login,a1", "login,login,a1"),
+        ("127.0.0.1,127.0.0.2", "127.0.0.[1-2]"),
+        ("", ""),
+    ],
+)
+def test_a_compressed_host_list_names_the_same_hosts(hosts: str, text: str) -> None:
+    assert (compress(expand(hosts)), expand(text)) == (text, expand(hosts))
+
+
+def test_equal_counts_of_neighbours_are_written_once() -> None:
+    assert compress_counts([2, 2, 2, 1, 2]) == "2(x3),1,2"
