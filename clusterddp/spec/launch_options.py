@@ -90,13 +90,18 @@ SRUN = OptionTable(
         "u": "unbuffered", "W": "wait", "X": "disable_status", "Z": "no_allocate", "R": "no_rotate",
     },
     flags=FLAGS | _PYXIS_FLAGS | words(
-        "preserve_env label unbuffered disable_status no_allocate multi_prog quit_on_interrupt exact overlap "
-        "interactive whole external debugger_test quiet verbose help usage version test_only"
+        "preserve_env label unbuffered disable_status no_allocate multi_prog quit_on_interrupt exact "
+        "interactive whole external debugger_test quiet verbose help usage version test_only no_rotate async bell "
+        "no_bell no_shell parsable stepmgr wait_for_children consolidate_segments spread_segments"
     ),
-    optional=_SLURM_OPTIONAL | words("kill_on_bad_exit pty bcast send_libs compress"),
+    optional=_SLURM_OPTIONAL | words(
+        "kill_on_bad_exit pty bcast send_libs compress overlap external_launcher kill_command oom_kill_step requeue "
+        "resv_ports x11"
+    ),
     values=KNOWN | _PYXIS | words(
         "relative threads wait jobid het_group epilog prolog task_epilog task_prolog slurmd_debug msg_timeout "
-        "cpus_per_task treewidth tmp cpu_bind mem_bind mpi"
+        "cpus_per_task treewidth tmp cpu_bind mem_bind mpi accel_bind argv autocomplete bcast_exclude cluster context "
+        "environment ignore_signals mem_update ntasks_per_tres pack_group resources runtime"
     ),
 )  # fmt: skip
 TORCHRUN = OptionTable(
