@@ -8,7 +8,6 @@ pthread_exit unwinds the thread, and C++ aborts: "terminate called without an ac
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import time
 from pathlib import Path
@@ -20,13 +19,11 @@ _LIMIT_S = 10.0
 
 
 def await_gloo_threads() -> None:
-    """Wait until all threads of gloo in this process sleep (Linux; elsewhere do nothing)."""
+    """Wait until all threads of gloo in this process sleep."""
     deadline = time.monotonic() + _LIMIT_S
     while True:
         time.sleep(0.001)  # a thread that waits for the interpreter lock gets it
-        threads: list[Path] = []
-        with contextlib.suppress(OSError):  # no Linux
-            threads += Path("/proc/self/task").iterdir()
+        threads = list(Path("/proc/self/task").iterdir())
         if time.monotonic() > deadline or not any(map(_is_busy, threads)):
             return
 

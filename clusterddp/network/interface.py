@@ -14,7 +14,6 @@ import os
 import re
 import socket
 import struct
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -194,7 +193,7 @@ def read_links() -> tuple[Link, ...]:
 
     Raises: OSError.
     """
-    return tuple(_read_linux_links() if sys.platform == "linux" else _read_other_links())
+    return tuple(_read_links())
 
 
 def is_cut_off(name: str | None) -> bool:
@@ -280,7 +279,7 @@ def _addresses() -> dict[str, list[str]]:
     return {link.name: [entry.address for entry in link.addresses] for link in read_links()}
 
 
-def _read_linux_links() -> Iterator[Link]:
+def _read_links() -> Iterator[Link]:
     addresses: dict[int, list[LinkAddress]] = {}
     for index, address, prefix, lasting in read_addresses():
         addresses.setdefault(index, []).append(LinkAddress(address=address, prefix=prefix, lasting=lasting))
@@ -298,28 +297,4 @@ def _read_linux_links() -> Iterator[Link]:
             speed_mbit_per_s=read_speed(name),
             wireless=_ask_device(_WIRELESS_NAME, name, b"") is not None,
             addresses=tuple(addresses.get(index, ())),
-        )
-
-
-def _read_other_links() -> Iterator[Link]:
-    import psutil
-
-    states = psutil.net_if_stats()
-    for name, entries in psutil.net_if_addrs().items():
-        found = [
-            LinkAddress(
-                address=entry.address.partition("%")[0],
-                prefix=int(ipaddress.ip_address(entry.netmask)).bit_count() if entry.netmask else 32,
-            )
-            for entry in entries
-            if entry.family in (socket.AF_INET, socket.AF_INET6) and not entry.address.startswith("fe80")
-        ]
-        state = states.get(name)
-        yield Link(
-            name=name,
-            mtu=state.mtu if state else 1500,
-            speed_mbit_per_s=(state.speed or None) if state else None,
-            up=state.isup if state else False,
-            loopback=bool(found) and all(is_loopback(entry.address) for entry in found),
-            addresses=tuple(found),
         )

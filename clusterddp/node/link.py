@@ -63,12 +63,10 @@ def given_up(why: str) -> Loss:
 
 
 def watch_host(sock: socket.socket, silence_s: float) -> None:
-    """Let the kernel end a connection whose other host has not answered for this long, on Linux.
+    """Let the kernel end a connection whose other host has not answered for this long.
 
     The other kernel answers, not the process: a process that blocks on a file server does not count as a dead host.
     """
-    if not hasattr(socket, "TCP_USER_TIMEOUT"):
-        return
     options = {
         socket.TCP_USER_TIMEOUT: int(silence_s * 1000),
         socket.TCP_KEEPIDLE: max(1, int(silence_s / 4)),

@@ -47,7 +47,7 @@ _End = tuple[bytes, int]
 def was_connected(address: str, port: int) -> bool | None:
     """Return whether a connection to this address and port has an end on this host, or had one in the last minute.
 
-    None: the kernel lists no connections here (no Linux), or `address` is a name.
+    None: the kernel lists no connections here, or `address` is a name.
     """
     try:
         wanted = _without_mapping(ipaddress.ip_address(address).packed), port

@@ -12,7 +12,6 @@ import shutil
 import signal
 import socket
 import subprocess
-import sys
 from pathlib import Path
 
 from clusterddp.ranks.environment import COOKIE, LISTENER_FD
@@ -73,9 +72,8 @@ def start_fork_server(
 
 
 def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when its parent ends (Linux; elsewhere the guard's cleanup ends it)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
+    """Have the kernel signal this process when its parent ends."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def signal_group(pid: int, number: int) -> None:
@@ -98,9 +96,8 @@ def reap() -> dict[int, int]:
 
 
 def become_subreaper() -> None:
-    """Adopt the orphans among our descendants, so that a double fork does not hide them (Linux; elsewhere nothing)."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    """Adopt the orphans among our descendants, so that a double fork does not hide them."""
+    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
 
 
 def start_into_memory(program: str, *arguments: str) -> int | None:

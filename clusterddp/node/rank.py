@@ -88,14 +88,13 @@ def run_rank(run_dir: str) -> None:
 
 
 def _die_with_supervisor() -> None:
-    """Have the kernel kill this process when the supervisor ends (Linux; elsewhere the guard's cleanup ends it)."""
+    """Have the kernel kill this process when the supervisor ends."""
     expected = os.environ.pop("CLUSTERDDP_SUPERVISOR_PID", None)
     if expected is None:
         return
-    if sys.platform == "linux":
-        import ctypes
+    import ctypes
 
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     # The supervisor may have died before the call; the kernel then sends no signal.
     if os.getppid() != int(expected):
         os.kill(os.getpid(), signal.SIGKILL)

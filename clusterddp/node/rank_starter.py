@@ -173,8 +173,6 @@ class Children:
 
 def _why_not_forked(launches: Mapping[int, Launch]) -> str:
     """Return why the ranks have to be started one by one; empty: they may be forked."""
-    if sys.platform != "linux":
-        return "ranks are forked on Linux only"
     if len(launches) < 2:
         return "the node has one rank"
     return next(iter(launches.values())).preload.why_not

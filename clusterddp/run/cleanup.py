@@ -18,7 +18,6 @@ import hashlib
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
@@ -70,9 +69,6 @@ def hashed(cookie: str) -> str:
 @contextlib.contextmanager
 def marking(cookie: str | None) -> Iterator[None]:
     """Mark the children that are started meanwhile; None: they lose the mark that this process has inherited."""
-    if sys.platform != "linux":
-        yield
-        return
     soft, hard = resource.getrlimit(_RLIMIT_LOCKS)
     mark = hard
     if cookie is not None:
@@ -88,8 +84,6 @@ def marking(cookie: str | None) -> Iterator[None]:
 
 def read_mark(pid: int) -> str | None:
     """Read the mark of a process as a cookie, `#1f0c25e0aa31.n2`; None: it has no mark."""
-    if sys.platform != "linux":
-        return None
     try:
         mark = resource.prlimit(pid, _RLIMIT_LOCKS)[0]
     except OSError:

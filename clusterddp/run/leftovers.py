@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
 import time
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
@@ -150,7 +149,7 @@ def _find_families(only: Collection[str] | None) -> dict[str, list[_Carrier]]:
 
 def _describe(token: str, family: list[_Carrier], ours: Collection[int]) -> RunHere:
     answered_by = _answered_by(family, ours)
-    now = time.clock_gettime(time.CLOCK_BOOTTIME) if sys.platform == "linux" else time.time()
+    now = time.clock_gettime(time.CLOCK_BOOTTIME)
     processes = [
         RunProcess(
             pid=carrier.process.pid,

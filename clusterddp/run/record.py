@@ -316,12 +316,7 @@ def read_events(directory: RunDir) -> list[dict[str, Any]]:
 
 def boot_id() -> str:
     """Return an id of this boot of this machine."""
-    try:
-        return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-    except OSError:
-        import psutil
-
-        return str(int(psutil.boot_time()))
+    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
 
 
 def _read(kind: type[_T], path: Path) -> _T:

@@ -12,7 +12,6 @@ import os
 import secrets
 import shutil
 import stat
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -28,8 +27,7 @@ _ABANDONED_AFTER_S = 600.0
 
 def state_directory() -> Path:
     """Return the user's directory for what outlives commands: that of platformdirs, which not every host has."""
-    default = "~/Library/Application Support" if sys.platform == "darwin" else "~/.local/state"
-    return Path(os.environ.get("XDG_STATE_HOME", "").strip() or default).expanduser() / "clusterddp"
+    return Path(os.environ.get("XDG_STATE_HOME", "").strip() or "~/.local/state").expanduser() / "clusterddp"
 
 
 def own_directories(folder: Path) -> list[Path]:

@@ -15,7 +15,6 @@ import pwd
 import re
 import socket
 import struct
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,10 +71,8 @@ class Lease:
 def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease | None:
     """Take the leases of all these GPUs (as CUDA_VISIBLE_DEVICES names them) for a run; None: one of them is leased.
 
-    `listed`: the GPUs of this host. Without abstract sockets (not Linux) the lease is empty.
+    `listed`: the GPUs of this host.
     """
-    if sys.platform != "linux":
-        return Lease(())
     mark = f"{os.getuid()}/{re.sub('[^0-9A-Za-z_.-]', '_', run)}"
     devices = dict.fromkeys(_key(device) for gpu in gpus for device in devices_of(gpu, listed))
     sockets: list[socket.socket] = []

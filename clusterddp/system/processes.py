@@ -1,19 +1,16 @@
 """The process table of this machine: each process with its parent, start time, user and environment.
 
-On Linux it reads /proc, which needs no package. Elsewhere it uses psutil, which is imported only there.
+It reads /proc, which needs no package.
 """
 
 from __future__ import annotations
 
 import os
 import signal
-import sys
 import time
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
-from typing import Any
 
-_LINUX = sys.platform == "linux"
 _CHUNK = 1 << 16
 _ROOT = 0
 _CPU_FIELDS, _IO_WORDS = 13, 4
@@ -26,7 +23,7 @@ class Process:
     pid: int
     parent: int
     started: float
-    """Seconds since the boot, as the kernel counts them; elsewhere than on Linux, since the epoch."""
+    """Seconds since the boot, as the kernel counts them."""
     zombie: bool
 
     def alive(self) -> bool:
@@ -61,8 +58,6 @@ def read_process(pid: int) -> Process:
 
     Raises: ProcessLookupError: no process has that pid.
     """
-    if not _LINUX:
-        return _ask_psutil(pid)
     try:
         # The name, in brackets, may contain anything; after the last bracket come state, ppid, ... start (field 22).
         state, parent, *fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
@@ -75,9 +70,9 @@ def read_process(pid: int) -> Process:
 def read_state(pid: int) -> str:
     """Read what a process does, by the letter of /proc: R runs, S sleeps, D waits for a disk, T is stopped.
 
-    Empty when it is gone, or not on Linux.
+    Empty when it is gone.
     """
-    fields = _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split() if _LINUX else []
+    fields = _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     return fields[0].decode() if fields else ""
 
 
@@ -85,10 +80,8 @@ def read_usage(pid: int) -> tuple[float, int]:
     """Read how much a process has used so far: seconds of a core, and bytes that it has read and written.
 
     The time that its main thread waited for a core counts, too: on a machine with too much to do it works all the same.
-    Zeros when it is gone, or not on Linux; bytes through sockets do not count.
+    Zeros when it is gone; bytes through sockets do not count.
     """
-    if not _LINUX:
-        return 0.0, 0
     fields = _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     ticks = sum(map(int, fields[11:13])) if len(fields) > _CPU_FIELDS else 0
     waited = _read_or_nothing(f"/proc/{pid}/schedstat").split()[1:2]
@@ -101,10 +94,8 @@ def read_usage(pid: int) -> tuple[float, int]:
 def read_cpu_and_memory(pid: int) -> tuple[float, int, int]:
     """Read the seconds of a core that a process has used, and the bytes of memory that it has: all, and not shared.
 
-    Zeros when it is gone, or not on Linux.
+    Zeros when it is gone.
     """
-    if not _LINUX:
-        return 0.0, 0, 0
     fields = _read_or_nothing(f"/proc/{pid}/stat").rpartition(b")")[2].split()
     pages = [int(word) for word in _read_or_nothing(f"/proc/{pid}/statm").split()[1:3]]
     if len(fields) <= _CPU_FIELDS or len(pages) != 2:
@@ -116,7 +107,7 @@ def read_cpu_and_memory(pid: int) -> tuple[float, int, int]:
 def read_age_s() -> float:
     """Return the seconds since this process was started."""
     started = read_process(os.getpid()).started
-    return (time.clock_gettime(time.CLOCK_BOOTTIME) if _LINUX else time.time()) - started
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started
 
 
 def find_carriers(
@@ -164,8 +155,6 @@ def find_descendants(ancestors: Collection[int]) -> dict[int, Process]:
 
 def list_pids() -> list[int]:
     """List the pids of this machine."""
-    if not _LINUX:
-        return list(_psutil().pids())
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
@@ -174,8 +163,6 @@ def read_owner(pid: int) -> int:
 
     Raises: ProcessLookupError: no process has that pid.
     """
-    if not _LINUX:
-        return _ask_psutil_for(pid, "uids").real  # type: ignore[no-any-return]
     try:
         status = _read(f"/proc/{pid}/status")
     except FileNotFoundError as error:
@@ -185,26 +172,17 @@ def read_owner(pid: int) -> int:
 
 def read_environment(pid: int) -> dict[str, str]:
     """Read the environment that a process was started with; empty if it has ended or may not be read."""
-    if not _LINUX:
-        return _environment_by_psutil(pid)
     entries = (entry.partition(b"=") for entry in _read_or_nothing(f"/proc/{pid}/environ").split(b"\0"))
     return {os.fsdecode(name): os.fsdecode(value) for name, equals, value in entries if equals}
 
 
 def read_command(pid: int) -> list[str]:
     """Read the command line of a process; empty if it has ended."""
-    if not _LINUX:
-        try:
-            return list(_ask_psutil_for(pid, "cmdline"))
-        except ProcessLookupError:
-            return []
     return [os.fsdecode(word) for word in _read_or_nothing(f"/proc/{pid}/cmdline").split(b"\0")[:-1]]
 
 
 def _may_be_owned_by(uid: int, pid: int) -> bool:
     """Exclude most processes with one call; the real owner is read only for the others."""
-    if not _LINUX:
-        return True
     try:
         # In /proc a process that must not be traced belongs to root, whatever its user.
         return os.stat(f"/proc/{pid}").st_uid in (uid, _ROOT)
@@ -213,8 +191,6 @@ def _may_be_owned_by(uid: int, pid: int) -> bool:
 
 
 def _read_variable(pid: int, variable: str) -> str | None:
-    if not _LINUX:
-        return _environment_by_psutil(pid).get(variable)
     text = b"\0" + _read_or_nothing(f"/proc/{pid}/environ")
     _, found, rest = text.partition(b"\0" + os.fsencode(variable) + b"=")
     return os.fsdecode(rest.partition(b"\0")[0]) if found else None
@@ -246,36 +222,3 @@ def _read(path: str) -> bytes:
         return data
     finally:
         os.close(descriptor)
-
-
-def _psutil() -> Any:
-    import psutil
-
-    return psutil
-
-
-def _ask_psutil(pid: int) -> Process:
-    psutil = _psutil()
-    try:
-        process = psutil.Process(pid)
-        zombie = process.status() == psutil.STATUS_ZOMBIE
-        return Process(pid=pid, parent=process.ppid(), started=process.create_time(), zombie=zombie)
-    except psutil.ZombieProcess:
-        return Process(pid=pid, parent=0, started=0.0, zombie=True)
-    except psutil.Error as error:
-        raise ProcessLookupError(str(error)) from error
-
-
-def _ask_psutil_for(pid: int, what: str) -> Any:
-    psutil = _psutil()
-    try:
-        return getattr(psutil.Process(pid), what)()
-    except psutil.Error as error:
-        raise ProcessLookupError(str(error)) from error
-
-
-def _environment_by_psutil(pid: int) -> dict[str, str]:
-    try:
-        return dict(_ask_psutil_for(pid, "environ"))
-    except OSError:
-        return {}

@@ -226,8 +226,8 @@ class SharedMemory(Exchange):
 def share_memory(model: nn.Module, group: Group) -> Tensor | None:
     """Map memory for the gradients of `model` that all ranks see: float32, [ranks + 1, values].
 
-    None on every rank where one of them cannot: the ranks are on several hosts or on GPUs, the system is not Linux, or
-    processes are hidden from each other. The memory has no name, and goes with the last rank.
+    None on every rank where one of them cannot: the ranks are on several hosts or on GPUs, or processes are hidden
+    from each other. The memory has no name, and goes with the last rank.
     """
     if not group.on_one_host or group.device.type != "cpu":
         return None

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import io
 import os
-import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -44,7 +43,7 @@ class Group:
     control: dist.ProcessGroup | None = None
     """A gloo group over the CPU for small messages beside the gradients; None for a single rank."""
     host_ranks: tuple[int, ...] = ()
-    """The ranks of this one's host, which see each other's processes; empty elsewhere than on Linux."""
+    """The ranks of this one's host, which see each other's processes."""
     pids: tuple[int, ...] = ()
     """The process of each rank, on Linux."""
 
@@ -76,8 +75,6 @@ def join_group(variables: RankVariables) -> Group:
     if variables.world_size > 1:
         control = _meet(variables, group.device)
         group = replace(group, on_one_host=variables.on_one_host, control=control)
-    if sys.platform != "linux":
-        return group
     # The number of this boot of the host and of this process's pid namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")
     hosts = group.gather((int(boot, 16) ^ os.stat("/proc/self/ns/pid").st_ino) & (2**62 - 1))

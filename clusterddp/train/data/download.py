@@ -76,10 +76,7 @@ def download_once(
 
 def default_data_dir() -> Path:
     """Return where data sets go when the spec names no place."""
-    if sys.platform == "darwin":
-        cache = Path.home() / "Library" / "Caches"
-    else:
-        cache = Path(inherited_environment().get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache")
+    cache = Path(inherited_environment().get("XDG_CACHE_HOME", "").strip() or Path.home() / ".cache")
     return cache / "clusterddp" / "datasets"
 
 

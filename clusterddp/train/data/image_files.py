@@ -161,7 +161,7 @@ def _read_split(split: Any, indices: Sequence[int], shape: torch.Size) -> tuple[
             pixels[place], labels[place] = image, label
 
     blocks = [range(first, min(first + _BLOCK, len(indices))) for first in range(0, len(indices), _BLOCK)]
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0))
     with ThreadPoolExecutor(cores) as pool:  # decoders and resizing let other threads run
         for _ in pool.map(read, blocks):
             pass

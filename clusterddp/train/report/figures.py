@@ -10,7 +10,6 @@ import itertools
 import math
 import resource
 import statistics
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterable
@@ -278,8 +277,7 @@ def read_memory_peak_mb(device: torch.device) -> float:
     """Read the most memory this rank had so far, in 10^6 bytes: of tensors on a GPU, of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e6
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e6
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 / 1e6
 
 
 def _check_finite(losses: list[float], norm: float, *, last_step: int) -> None:

@@ -455,5 +455,5 @@ def test_the_doctor_looks_at_the_login_node(laptop: Laptop) -> None:
 
 def test_what_is_needed_there_is_what_clusterddp_requires() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    for_hosts = ("cryptography", "paramiko", "psutil")
+    for_hosts = ("cryptography", "paramiko")
     assert list(NEEDS) == [each for each in project["dependencies"] if not each.startswith(for_hosts)]

@@ -20,7 +20,7 @@ echo "1, NVIDIA H200, GPU-77b0, 143771 MiB, 570.86.15"
 
 def test_packages_python_and_host_are_captured(tmp_path: Path) -> None:
     captured = capture_surroundings(tmp_path, os.environ)
-    assert captured["packages"]["psutil"]
+    assert captured["packages"]["click"]
     assert captured["python"]["executable"] == sys.executable
     assert captured["git"] is None
     assert json.loads(json.dumps(captured)) == captured
