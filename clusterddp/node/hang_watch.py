@@ -25,7 +25,7 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.log import log, log_line
-from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, Question, children_of, find_memory
+from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, Question, children_of, find_memory, python_of
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.log_times import LogTimesWriter
@@ -356,7 +356,7 @@ class NodeStacks:
             asked.close()
         self._asked.clear()
         for rank, pid in pids.items():
-            if pid not in self._keys and (found := find_memory(pid)) is not None:
+            if pid not in self._keys and (found := find_memory(python_of(pid))) is not None:
                 self._keys[pid] = found[1]
             if pid in self._keys:
                 self._asked[rank] = AskedRank(self._keys[pid])

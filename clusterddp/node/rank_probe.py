@@ -33,6 +33,8 @@ _CHUNK = 65_536
 _MAX_SOURCE_LINE = 100
 _MAX_SOURCE_BYTES = 1 << 20
 _MAX_CHILDREN, _MAX_GROUPS, _MAX_FRAMES, _MAX_NAME = 6, 64, 60, 300
+_MAX_WRAPPERS = 4
+"""So many programs may stand between a rank and its Python: `bash -c`, `numactl`, `apptainer exec`."""
 _SOURCE_LINES = 12
 """Of so many frames the text of the line is read."""
 
@@ -94,6 +96,24 @@ class AskedRank:
     def close(self) -> None:
         self.done = True
         self._socket.close()
+
+
+def python_of(pid: int) -> int:
+    """Return the process of a rank that answers: itself, or the Python that a shell or a wrapper has started."""
+    level = [pid]
+    for _ in range(_MAX_WRAPPERS):
+        for each in level:
+            if find_memory(each) is not None:
+                return each
+        level = [int(child) for each in level for child in _read_children(each)]
+    return pid
+
+
+def _read_children(pid: int) -> list[str]:
+    try:
+        return Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    except OSError:
+        return []
 
 
 def find_memory(pid: int) -> tuple[str, str] | None:
@@ -195,6 +215,7 @@ class Probes:
 
 
 def _begin(pid: int, now: float) -> _Probe:
+    pid = python_of(pid)
     probe = _Probe(pid=pid, state=read_state(pid), changed_at=now)
     found = find_memory(pid)
     if probe.state == "T":

@@ -19,7 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.log import log, log_line
 from clusterddp.node.processes import start_into_memory
-from clusterddp.node.rank_probe import AskedRank, Question, children_of, find_memory
+from clusterddp.node.rank_probe import AskedRank, Question, children_of, find_memory, python_of
 from clusterddp.node.stack_hook import PACE
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
@@ -413,7 +413,7 @@ class _Look:
 
     @classmethod
     def begin(cls, asked_at: float, received: float, pids: Mapping[int, int], *, most: int, with_gpus: bool) -> _Look:
-        found = {rank: find_memory(pid) for rank, pid in pids.items()}
+        found = {rank: find_memory(python_of(pid)) for rank, pid in pids.items()}
         # The processes first: that they are there cannot be seen, since there may be none.
         apps = start_into_memory("nvidia-smi", *_QUERY_APPS) if with_gpus else None
         return cls(

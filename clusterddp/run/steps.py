@@ -2,14 +2,12 @@
 
 A step has the files of an attempt, in `attempts/N/steps/K`. `RunDir(path, step="K")` is the run as this step sees it:
 its attempts are those of the step, all other files are those of the whole run. A torchrun that starts its workers again
-starts the next round of the same step: `K.1`. A torchrun that runs in the tasks of step K is step `K-0`, on all nodes
-the same; the next one there is `K-1`. The token of a step is `<token of the run>.K`, so the end of one step
+starts the next round of the same step: `K.1`. The token of a step is `<token of the run>.K`, so the end of one step
 leaves the processes of the others alone, and a cleanup of the run by `<token>.` finds them all.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import re
@@ -19,7 +17,7 @@ from pathlib import Path
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import is_file, read_record, write_json
 
-_NAME = re.compile(r"[0-9]{1,6}(-[0-9]{1,6})?(\.[0-9]{1,6})?")
+_NAME = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,27 +38,23 @@ class StepRecord:
     """The step whose task ran the command: torchrun in an srun."""
 
 
-def new_step(run: RunDir, attempt: int, record: StepRecord, *, task: str = "") -> RunDir:
+def new_step(run: RunDir, attempt: int, record: StepRecord) -> RunDir:
     """Make the directory of the next step; return the run as that step sees it.
 
-    With `record.inside` each task of that step makes it, and all of them get the same; `task`: the number of this one.
     Raises: OSError, ClusterddpError: the storage does not take it.
     """
     steps = RunDir(run.path).attempt(attempt).steps
     steps.mkdir(mode=0o700, exist_ok=True)
-    outer = "" if record.inside is None else f"{record.inside.partition('.')[0].partition('-')[0]}-"
-    number = 0 if outer else len(_names(steps))
+    number = len(_names(steps))
     while True:
-        step = RunDir(run.path, step=f"{outer}{number}")
-        mine = step.attempt(attempt).path
-        with contextlib.suppress(FileExistsError):  # else another command of the script, or of this task, has it
-            if outer:
-                mine.mkdir(mode=0o700, exist_ok=True)
-                mine = mine / f"of-task-{task}"
-            mine.mkdir(mode=0o700)
-            write_json(step.attempt(attempt).step, dataclasses.asdict(record), exclusive=True)
-            return step
-        number += 1
+        step = RunDir(run.path, step=str(number))
+        try:
+            step.attempt(attempt).path.mkdir(mode=0o700)
+        except FileExistsError:  # another command of the script was faster
+            number += 1
+            continue
+        write_json(step.attempt(attempt).step, dataclasses.asdict(record))
+        return step
 
 
 def next_round(step: RunDir, attempt: int, number: int) -> RunDir:
@@ -83,7 +77,7 @@ def read_step(attempt: AttemptDir) -> StepRecord | None:
 def steps_of(run: RunDir, attempt: int) -> list[RunDir]:
     """List the steps of an attempt of a batch script, in the order of their start."""
     names = _names(RunDir(run.path).attempt(attempt).steps)
-    return [RunDir(run.path, step=name) for name in sorted(names, key=_order)]
+    return [RunDir(run.path, step=name) for name in sorted(names, key=lambda name: [*map(int, name.split("."))])]
 
 
 def newest_step(run: RunDir) -> RunDir | None:
@@ -95,10 +89,6 @@ def newest_step(run: RunDir) -> RunDir | None:
 def is_batch_script(run: RunDir) -> bool:
     """Return whether the run is a batch script, whose ranks are those of its steps."""
     return is_file(run.batch_script)
-
-
-def _order(name: str) -> list[list[int]]:
-    return [[int(number) for number in part.split(".")] for part in name.split("-")]
 
 
 def _names(steps: Path) -> list[str]:

@@ -50,6 +50,7 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.job_tag import job_tag, tag_of
 from clusterddp.run.record import JobAnswer, RunRecord, drop_secrets, log_event, read_run, write_job_answer
 from clusterddp.run.seal import refuse_changed
+from clusterddp.run.steps import is_batch_script
 from clusterddp.run.stop import request_stop
 from clusterddp.system.files import (
     MAX_RECORD_BYTES,
@@ -115,6 +116,10 @@ def main() -> int:
         environ = inherited_environment()
         start = JobStart.of_environment(environ)
         run = find_run(sys.argv[1], environ)
+        if is_batch_script(run):
+            from clusterddp.places.slurm.script import run_script
+
+            return run_script(run, start, sys.argv[2:])
         os.chdir(run.launcher_dir)  # `ps` finds the run's name by it
         carried = read_carried(run, start, environ)
         if not start.carries(carried.record):
@@ -130,9 +135,7 @@ def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
     """Return the run of this job."""
     path = Path(argument)
     if path.is_file():
-        task = f".{environ['SLURM_ARRAY_TASK_ID']}"
-        names = read_regular(path, MAX_RECORD_BYTES).decode().split()
-        path = path.parent / next((name for name in names if name.endswith(task)), task)
+        path = path.parent / read_regular(path, MAX_RECORD_BYTES).decode().split()[int(environ["SLURM_ARRAY_TASK_ID"])]
     if not RunDir(path).record.is_file():
         host = environ.get("SLURMD_NODENAME") or os.uname().nodename
         raise ClusterddpError(f"{host}: {path}: found no run there; is it on storage that the nodes share?")

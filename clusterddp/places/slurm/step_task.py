@@ -24,6 +24,7 @@ from typing import Any, NoReturn
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.hostlist import expand
 from clusterddp.node.processes import leave_to_reap
+from clusterddp.places.slurm.step_command import launcher_argv
 from clusterddp.places.slurm.task import Task, read_plan_file
 from clusterddp.ranks.environment import COOKIE, ERROR_FILE, NCCL_VARIABLES, PLACE_VARIABLES, STEP
 from clusterddp.ranks.launched import find_place
@@ -49,6 +50,9 @@ def main() -> int:
     """Run the program; the exit code is its own, and so is a signal that ends it."""
     launcher, run_dir, attempt, step, _, *program = sys.argv[1:]
     run = RunDir(Path(run_dir), step=step)
+    inner = launcher_argv(program, run, int(attempt))
+    if inner is not None:
+        run_plainly(inner)  # its workers are the ranks
     try:
         task = StepTask(run, int(attempt), launcher, program)
     except (ClusterddpError, OSError, ValueError) as error:
@@ -80,7 +84,7 @@ class StepTask(Task):
             signal.signal(getattr(signal, name), lambda *_: None)
 
     def find_place(self) -> StepPlace:
-        return read_place(os.environ) if self._launcher == "srun" else _find_place(self._launcher, os.environ)
+        return read_place(os.environ) if self._launcher == "srun" else find_place_of(self._launcher, os.environ)
 
     def read_gang(self) -> dict[str, Any]:
         gang: dict[str, Any] = read_plan_file(self._run.plan)["gang"]
@@ -123,15 +127,11 @@ class StepTask(Task):
         }
         path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, **variables, "PYTHONPATH": path, STEP: str(self._run.step)}
-        with marking(environment[COOKIE]):
-            process = subprocess.Popen(
-                self._program,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                env=environment,
-                close_fds=False,  # a launcher's connection, such as PMI_FD, is the program's
-                preexec_fn=_become_rank,  # noqa: PLW1509  the threads begin afterwards
-            )
+        try:
+            process = _start(self._program, environment)
+        except OSError as error:  # a rank that ends as it would without us, with Slurm's message
+            text = f"error: execve(): {self._program[0]}: {error.strerror}"
+            process = _start(("/bin/sh", "-c", 'echo "$0" >&2; exit "$1"', text, str(error.errno)), environment)
         for source, target, log in ((process.stdout, 1, order["stdout"]), (process.stderr, 2, order["stderr"])):
             assert source is not None
             thread = threading.Thread(target=_copy, args=(source.fileno(), target, Path(log)), daemon=True)
@@ -170,7 +170,7 @@ class StepTask(Task):
         return otherwise if self._ordered or self._returncode is None else self._returncode
 
 
-def _find_place(launcher: str, environ: Mapping[str, str]) -> StepPlace:
+def find_place_of(launcher: str, environ: Mapping[str, str]) -> StepPlace:
     """Find the place of a rank that torchrun, mpirun or deepspeed has started.
 
     Raises: ClusterddpError: its nodes have different numbers of ranks, or the ranks of a node are no block.
@@ -198,6 +198,18 @@ def _find_place(launcher: str, environ: Mapping[str, str]) -> StepPlace:
         local_rank=local,
         node_rank=node,
     )
+
+
+def _start(program: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    with marking(environment[COOKIE]):
+        return subprocess.Popen(
+            program,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            env=environment,
+            close_fds=False,  # a launcher's connection, such as PMI_FD, is the program's
+            preexec_fn=_become_rank,  # noqa: PLW1509  the threads begin afterwards
+        )
 
 
 def _copy(source: int, target: int, log: Path) -> None:

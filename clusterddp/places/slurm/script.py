@@ -1,0 +1,202 @@
+"""Runs a batch script in its job: with its own shell, in the environment of the job, and records how it ended.
+
+The script is a child of this process, so its exit code and the signal that ended it are known; the job ends with the
+same. Every start of the job is an attempt: Slurm and the user decide how often there is one. What starts ranks in the
+script are steps (run/steps.py), by the commands in front of its PATH (step_command.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import re
+import signal
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+
+from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.places.slurm.batch import JobStart, write_claim
+from clusterddp.places.slurm.commands import run_slurm, show_job
+from clusterddp.places.slurm.step_command import install_commands
+from clusterddp.ranks.environment import COOKIE, cookie
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    cancelled,
+    close_attempt,
+    failed,
+    failed_by,
+    find_end,
+    make_attempt,
+    read_end,
+    spell_exit,
+)
+from clusterddp.run.directory import AttemptDir, RunDir
+from clusterddp.run.record import RankEnd, RunRecord, log_event, read_run
+from clusterddp.run.seal import refuse_changed
+from clusterddp.run.steps import read_step, steps_of
+from clusterddp.system.storage import retry_outage
+
+_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGCONT")
+_ANSWER_S = 5.0
+"""How long the submit may take to write the job's id, once the job has started."""
+_PR_SET_PDEATHSIG = 1
+
+
+def run_script(run: RunDir, start: JobStart, arguments: Sequence[str]) -> int:
+    """Run the script of this start of the job; return its exit code.
+
+    Raises: ClusterddpError, OSError: the run was changed, another job is its newest, or its storage is away.
+    """
+    plan, record = refuse_changed(run), read_run(run)
+    record = _await_answer(run, record, start)
+    if record.job_id is not None and not start.carries(record):
+        raise ClusterddpError(f"{run.name}: job {start.job_id} is not its newest job, so this job starts nothing")
+    script = Script(name=Path(plan["spec"]["entry"]["batch_script"]).name, signals_all=_signals_all_processes())
+    attempt = _claim(run, record, start, script)
+    facts = {"job_id": start.job_id, "restart_count": start.restart_count, "host": start.host}
+    log_event(run, "job_started", attempt=attempt.number, **facts)
+    environment = install_commands(run, attempt.number, os.environ, original=plan["spec"]["entry"]["batch_script"])
+    environment |= {COOKIE: cookie(record.token, "b0"), "CLUSTERDDP_SCRIPT_PID": str(os.getpid())}
+    code = script.run(shell_argv(run.batch_script, arguments), environment)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's commands must survive the one that the whole job gets
+    end = script.end(run, attempt, start, code)
+    if close_attempt(attempt, end, record.token).is_first:
+        log_event(run, "attempt_ended", attempt=attempt.number, outcome=end.outcome, reason=end.reason)
+    if code < 0:
+        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
+        os.kill(os.getpid(), -code)
+    return code
+
+
+def shell_argv(script: Path, arguments: Sequence[str]) -> list[str]:
+    """Return the command that the kernel makes of a script: the program and the argument of its first line."""
+    with script.open("rb") as file:
+        found = re.match(rb"#![ \t]*(\S+)[ \t]*(.*?)[ \t\r]*$", file.readline().rstrip(b"\n"))
+    words = [os.fsdecode(word) for word in found.groups() if word] if found else ["/bin/sh"]
+    return [*words, str(script), *arguments]
+
+
+@dataclasses.dataclass(kw_only=True, slots=True)
+class Script:
+    """The script of one start of the job."""
+
+    name: str
+    signals_all: bool
+    """True: Slurm sends its signals to the children of this process, too."""
+    received: set[int] = dataclasses.field(default_factory=set)
+    _process: subprocess.Popen[bytes] | None = None
+
+    def run(self, argv: Sequence[str], environment: dict[str, str]) -> int:
+        """Run it until it ends, and pass signals on; return its exit code, negative for a signal."""
+        for name in _SIGNALS:
+            signal.signal(getattr(signal, name), self._pass_on)
+        self._process = subprocess.Popen(
+            argv,
+            env=environment,
+            close_fds=False,
+            preexec_fn=_lead_group,  # noqa: PLW1509  this process has one thread
+        )
+        for number in self.received:
+            self._process.send_signal(number)
+        return self._process.wait()
+
+    def _pass_on(self, number: int, frame: FrameType | None) -> None:
+        self.received.add(number)
+        if self._process is not None and not self.signals_all:
+            self._process.send_signal(number)
+
+    def end(self, run: RunDir, attempt: AttemptDir, start: JobStart, code: int) -> AttemptEnd:
+        """Explain how it ended."""
+        if signal.SIGTERM in self.received and (end := _ended_by_slurm(start)) is not None:
+            return end
+        cause = first_failure(run, attempt.number)
+        if code == 0:
+            warning = f"it went on after {cause.error}" if cause else ""
+            return AttemptEnd(outcome="COMPLETED", reason=f"{self.name} exited with code 0", warning=warning)
+        if cause is not None:
+            return failed_by(cause)
+        return failed(f"{self.name} {spell_exit(code)}", host=start.host)
+
+
+def first_failure(run: RunDir, attempt: int) -> RankEnd | None:
+    """Return the failure of a rank that ended the script, with its step and line in the text.
+
+    It is the first one since the script has started its last step: after an earlier one the script went on.
+    """
+    failures, last_start = [], 0.0
+    for step in steps_of(run, attempt):
+        directory = step.attempt(attempt)
+        end, record = read_end(directory), read_step(directory)
+        last_start = max(last_start, record.started if record else 0.0)
+        if end is not None and record is not None and end.outcome == "FAILED" and end.root_cause is not None:
+            line = f", line {record.line}" if record.line else ""
+            where = f"step {step.step} ({record.command[0]}{line})"
+            error = f"{where}: {end.root_cause.error or end.reason}"
+            failures.append((end.ended, dataclasses.replace(end.root_cause, error=error)))
+    last = [failure for failure in failures if failure[0] >= last_start] or failures[-1:]
+    return min(last, key=lambda failure: failure[0])[1] if last else None
+
+
+def _await_answer(run: RunDir, record: RunRecord, start: JobStart) -> RunRecord:
+    """Wait for the id that sbatch has answered, by which the job knows that it is the newest of the run."""
+    deadline = time.monotonic() + _ANSWER_S
+    while record.job_id is None and time.monotonic() < deadline:
+        time.sleep(0.1)
+        record = read_run(run)
+    return record
+
+
+def _claim(run: RunDir, record: RunRecord, start: JobStart, script: Script) -> AttemptDir:
+    """Claim the attempt of this start: the one that the job was submitted for, else the next one."""
+    facts = {
+        "stdout": str(Path("/proc/self/fd/1").readlink()),
+        "stderr": str(Path("/proc/self/fd/2").readlink()),
+        "signals": "all" if script.signals_all else "tasks",
+    }
+    while True:
+        attempts = retry_outage(run.attempts)
+        last = attempts[-1] if attempts else make_attempt(run, record.job_attempt)
+        if last.number >= record.job_attempt and read_end(last) is None and write_claim(last, start, **facts):
+            return last
+        if find_end(last, record.token) is None:
+            close_attempt(last, failed("Slurm has started the job again", goes_on=True), record.token)
+        with contextlib.suppress(FileExistsError):
+            make_attempt(run, last.number + 1)
+
+
+def _signals_all_processes() -> bool:
+    """Say whether Slurm sends signals to all processes of a task, and not to the task alone."""
+    try:
+        text = run_slurm(["scontrol", "show", "config"], environ=os.environ)
+    except SlurmError:
+        return False
+    return re.search(r"^ProctrackType\s*=\s*proctrack/linuxproc", text, re.M) is not None
+
+
+def _ended_by_slurm(start: JobStart) -> AttemptEnd | None:
+    """Ask why Slurm has sent SIGTERM; None: it does not end the job, or cannot be asked."""
+    job = None
+    with contextlib.suppress(SlurmError):
+        job = show_job(start.job_id, os.environ)
+    if job is None:
+        return None
+    if job.restarts > start.restart_count or job.preempted:
+        return failed("the job was " + ("preempted" if job.preempted else "requeued"), host=start.host, goes_on=True)
+    if not job.ends:
+        return None
+    if job.reason == "TimeLimit":
+        return failed("the time limit of the job is reached", host=start.host)
+    if job.reason in {"None", ""}:
+        return cancelled("the job was cancelled (scancel)")
+    return failed(f"Slurm ended the job ({job.reason})", host=start.host)
+
+
+def _lead_group() -> None:
+    """In the child: lead a process group, as a batch script does (`kill 0` in it), and die with this process."""
+    os.setpgid(0, 0)
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
