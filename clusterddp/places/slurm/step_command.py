@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from clusterddp.run.steps import StepRecord
     from clusterddp.spec.launch_options import Word
 
+_THIS = "clusterddp.places.slurm.step_command"
 PYTHON_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 LAUNCHERS = ("srun", "mpirun", "mpiexec", *PYTHON_LAUNCHERS)
 COMMANDS = (*LAUNCHERS, "scontrol")
@@ -88,7 +89,7 @@ def install_commands(run: RunDir, attempt: int, environ: Mapping[str, str], *, o
     run.commands.mkdir(mode=0o700, exist_ok=True)
     for name in COMMANDS:
         facts = (str(run.path), str(attempt), *((original,) if name == "scontrol" else ()))
-        words = shlex.join((name, job, *isolated_command(__name__, name, *facts)))
+        words = shlex.join((name, job, *isolated_command(_THIS, name, *facts)))
         python_words = [str(_WRAPPER), _wrapper_facts(run, attempt, name), name]
         path = run.commands / name
         write_bytes(path, os.fsencode(_SHIM.format(words=words, python_words=ascii(python_words))))
@@ -319,7 +320,7 @@ def _wrapper_facts(run: RunDir, attempt: int, name: str) -> str:
 
     from clusterddp.system.python import isolated_command
 
-    ask = isolated_command(__name__, ASK, str(run.path), str(attempt), name, run.step or "", ":")
+    ask = isolated_command(_THIS, ASK, str(run.path), str(attempt), name, run.step or "", ":")
     return json.dumps({"name": name, "ask": ask, "bin": str(run.commands)})
 
 
