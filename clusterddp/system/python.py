@@ -15,7 +15,13 @@ _SHORTEN = "import sys; sys.path[:] = filter(None, sys.path); "
 """What -P does, on any Python: with `-c` the directory is the empty text."""
 _RUN_MODULE = f"{_SHORTEN}from runpy import run_module; run_module(sys.argv.pop(1), None, '__main__', True)"
 
-_RUN_ISOLATED = "import sys; sys.path.append(sys.argv.pop(1)); " + _RUN_MODULE.removeprefix(_SHORTEN)
+_RUN_ISOLATED = (
+    "import os, sys; sys.path.append(sys.argv.pop(1)); "
+    "given = open('/proc/self/environ', 'rb').read().split(b'\\0'); "
+    "any(pair.startswith(b'LC_CTYPE=') for pair in given) or os.environ.pop('LC_CTYPE', None); "
+    f"{_RUN_MODULE.removeprefix(_SHORTEN)}"
+)
+"""Python sets LC_CTYPE where the locale is C; what such a process starts must not get it."""
 
 
 def module_command(module: str, *arguments: str, python: str | None = None) -> tuple[str, ...]:

@@ -284,8 +284,8 @@ def _hide(words: Sequence[str]) -> tuple[str, ...]:
     from clusterddp.spec.secret_values import hide_secret_arguments
 
     hidden: list[str] = hide_secret_arguments({"args": list(words)})["args"]
-    texts = [hide_secret_arguments({"command": word})["command"] if " " in word else word for word in hidden]
-    return tuple(texts)
+    texts = zip(words, hidden, strict=True)
+    return tuple(hide_secret_arguments({"command": new})["command"] if new == old else new for old, new in texts)
 
 
 def _changed_variables() -> dict[str, str]:

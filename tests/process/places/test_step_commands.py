@@ -86,7 +86,8 @@ class Job:
         """Run a script without and with our commands; demand the same result and output; return the latter."""
         plain = self.bash(text, ours=False, shell=shell)
         ours = self.bash(text, shell=shell)
-        assert (ours.returncode, ours.stdout, ours.stderr) == (plain.returncode, plain.stdout, plain.stderr)
+        assert (ours.returncode, ours.stdout) == (plain.returncode, plain.stdout), ours.stderr
+        assert sorted(ours.stderr.splitlines()) == sorted(plain.stderr.splitlines())
         return ours
 
     def records(self) -> list[StepRecord]:
@@ -201,3 +202,161 @@ def test_signals_of_a_script_reach_the_command(job: Job, tmp_path: Path, text: s
         text = text.replace(name, f"{tmp_path}/{name.lower()}.py")
     text = text.replace("READY;", f"until [ -e {ready} ]; do sleep 0.1; done;")
     job.both(f"rm -f {ready}\n{text}")
+
+
+RANK = """import os, sys
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME",
+    "TORCHELASTIC_MAX_RESTARTS", "TORCHELASTIC_RESTART_COUNT", "OMP_NUM_THREADS", "PYTHON_EXEC")
+facts = [__name__, sys.argv[1:], os.path.basename(sys.argv[0]), sys.flags.interactive]
+sys.stdout.write(repr([*facts, *(os.environ.get(name) for name in names)]) + "\\n")
+if "fail" in sys.argv and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    raise SystemExit(7)
+"""
+TORCHRUN = {
+    "plain": "torchrun --nproc_per_node 2 RANK.py --lr 0.1 'a b'",
+    "a module": "torchrun --nproc-per-node=2 -m rank_module x",
+    "no python": "torchrun --nproc-per-node=2 --no-python ./rank.sh x '' '*'",
+    "run path": "torchrun --nproc-per-node=2 --run-path RANK.py x",
+    "standalone": "torchrun --standalone --nnodes 1:1 --max-restarts 1 --nproc_per_node 2 RANK.py fail",
+    "restarts": "torchrun --nproc_per_node 2 --max-restarts=1 --monitor-interval 0.1 RANK.py fail",
+    "tee": "torchrun --nproc_per_node 2 --tee 3 --redirects 3 --log-dir LOGS RANK.py",
+    "variables": "PET_NPROC_PER_NODE=2 PET_ROLE=x torchrun RANK.py",
+    "usage error": "torchrun --nproc_per_node",
+    "another usage error": "torchrun --no-such-option RANK.py",
+    "help": "torchrun --help",
+    "by its path's Python": 'python "$(which torchrun)" --nproc_per_node 2 RANK.py',
+    "accelerate": "accelerate launch --multi_gpu --num_processes 2 --num_machines 1 --mixed_precision no "
+    "--dynamo_backend no RANK.py a 2>/dev/null",
+    "accelerate's help": "accelerate launch --help",
+}
+
+
+@pytest.mark.parametrize("text", TORCHRUN.values(), ids=TORCHRUN.keys())
+def test_ranks_of_torchrun_are_the_same_as_without_us(job: Job, tmp_path: Path, text: str) -> None:
+    text = text.replace("RANK.py", f"{tmp_path}/rank_module.py").replace("LOGS", str(tmp_path / "logs"))
+    (tmp_path / "rank_module.py").write_text(RANK)
+    job.add_command("rank.sh", f'#!/bin/sh\nexec {sys.executable} {tmp_path}/rank_module.py "$@"\n')
+    job.environ["PYTHONPATH"] = str(tmp_path)
+    text = f"{text}\necho $?"
+    plain, ours = job.bash(text, ours=False), job.bash(text)
+    assert sorted(ours.stdout.splitlines()) == sorted(plain.stdout.splitlines()), ours.stderr
+    if "help" in text or "error" in plain.stderr:
+        assert ours.stderr == plain.stderr
+
+
+def test_a_step_has_its_command_and_its_line(job: Job) -> None:
+    job.bash(
+        "# a\n\ntrain() {\n    srun -n 2 python -c 'pass' --token=x \"$@\"\n}\n"
+        "train 1\nsource ./part.sh || . /dev/stdin <<< 'srun python -c pass'\neval 'srun python -V; srun trained.py'\n"
+        "exec srun -l bash -c 'python -c pass'\n"
+    )
+    records = job.records()
+    assert [(record.command, record.program, record.line) for record in records] == [
+        (("srun", "-n", "2"), ("python", "-c", "pass", "--token=(not shown)", "1"), 4),
+        (("srun",), ("python", "-c", "pass"), 7),
+        (("srun",), ("trained.py",), 8),
+        (("srun", "-l"), ("bash", "-c", "python -c pass"), None),
+    ]
+    assert {record.working_dir for record in records} == {str(job.bin)}
+
+
+def test_a_step_has_the_variables_that_the_script_has_set(job: Job) -> None:
+    text = "export LR=0.1 HF_TOKEN=hf_0123456789abcdefghij\nexport PATH=/opt/x:$PATH\nWD=2 srun trained.py\n"
+    job.run.batch_script.write_text(text)
+    environment = job.environment()
+    starter = (
+        "import os, subprocess, sys\nos.environ.pop('LC_CTYPE', None)\n"
+        "environment = dict(os.environ, CLUSTERDDP_SCRIPT_PID=str(os.getpid()))\n"
+        "subprocess.run(['bash', sys.argv[1]], env=environment)\n"
+    )
+    subprocess.run([sys.executable, "-c", starter, job.run.batch_script], env=environment, check=True, timeout=60)
+    path = f"/opt/x:{job.environ['PATH']}"
+    changed = job.records()[0].environment
+    assert changed == {"LR": "0.1", "WD": "2", "PATH": path}
+
+
+def test_what_starts_no_ranks_runs_unchanged(job: Job) -> None:
+    job.bash(
+        "srun hostname\nsrun cp /etc/hostname /dev/null\nsrun -n 2 bash -c 'echo $SLURM_PROCID'\nsrun --version\n"
+        "srun --pty python -c pass\nsrun --multi-prog x.py\nsrun python -c pass : python -c pass\n"
+        "srun --no-such-option x python -c pass\nsrun --jobid=8 python -c pass\nsrun ldd /bin/true\n"
+    )
+    assert job.records() == []
+    assert not any(any("clusterddp" in word for word in call) for call in job.calls())
+    assert len(job.calls()) == 10
+    reasons = [event["reason"] for event in job.events() if event["event"] == "command_not_watched"]
+    assert reasons == [
+        "--pty",
+        "--multi-prog",
+        "it starts several programs, with `:` between them",
+        "--no-such-option x: an unknown option, and the next word may be its value",
+        "--jobid=8 is another job",
+    ]
+
+
+def test_a_launcher_that_cannot_be_watched_runs_all_the_same(job: Job) -> None:
+    environment = job.environment()
+    shutil.rmtree(job.run.path / "attempts")
+    command = ["srun", "python", "-c", "print(1)"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (0, "1\n")
+    assert done.stderr.startswith("clusterddp: srun runs unchanged: FileNotFoundError")
+
+
+def test_another_job_that_has_inherited_our_path_runs_its_own(job: Job) -> None:
+    environment = job.environment() | {"SLURM_JOB_ID": "8"}
+    for command in (["srun", "python", "-c", "print(1)"], ["bash", "-c", "srun python -c 'print(1)'"]):
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+        assert (done.returncode, done.stdout, done.stderr) == (0, "1\n", "")
+    assert job.records() == []
+
+
+def test_a_script_that_another_script_submits_has_only_its_own_commands(job: Job, tmp_path: Path) -> None:
+    job.environ["BASH_ENV"] = "$HOME/bash_env"
+    (tmp_path / "bash_env").write_text("echo user file\n")
+    outer = job.environment()
+    inner_run = RunDir(tmp_path / "inner")
+    inner_run.launcher_dir.mkdir(parents=True)
+    inner = install_commands(inner_run, 1, outer | {"SLURM_JOB_ID": "8"}, original="/x")
+    assert inner["PATH"] == f"{inner_run.commands}:{job.environ['PATH']}"
+    done = subprocess.run(
+        ["bash", "-c", "type -t srun"], env=inner, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout == "user file\nfunction\n"
+
+
+def test_a_container_without_our_python_runs_the_program(job: Job) -> None:
+    job.bash("srun --container-image=x python -c 'print(1)'\n")
+    words = job.calls()[0]
+    command = words[words.index("/bin/sh") :]
+    there = subprocess.run(command, env=job.environ, capture_output=True, text=True, timeout=60, check=False)
+    gone = [words.replace(sys.executable, "/nowhere/python") for words in command]
+    not_there = subprocess.run(gone, env=job.environ, capture_output=True, text=True, timeout=60, check=False)
+    assert (there.stdout, not_there.stdout, not_there.stderr) == ("1\n", "1\n", "")
+
+
+def test_scontrol_names_the_script_that_was_submitted(job: Job) -> None:
+    ours = job.run.launcher_dir / "sbatch" / "train it.slurm"
+    job.add_command("scontrol", f'#!/bin/sh\necho "$@"; echo "   Command={ours}"; exit 3\n')
+    environment = job.environment("/home/ana/train it.slurm")
+    command = ["scontrol", "show", "job", "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout) == (3, "show job 7\n   Command=/home/ana/train it.slurm\n")
+    command = ["scontrol", "requeue", "7"]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.startswith("requeue 7\n")
+
+
+def test_a_command_that_is_not_installed_is_not_found(job: Job) -> None:
+    done = job.bash("deepspeed a.py\n")
+    assert (done.returncode, done.stderr) == (127, "deepspeed: command not found\n")
+
+
+def test_mpirun_starts_our_task(job: Job) -> None:
+    job.bash("mpirun -np 2 -x A -mca btl tcp python -c 'print(1)'\n")
+    call = job.calls()[0]
+    assert (call[:7], call[-4:]) == (
+        ["mpirun", "-np", "2", "-x", "A", "-mca", "btl"],
+        ["--", "python", "-c", "print(1)"],
+    )
+    assert job.records()[0].command == ("mpirun", "-np", "2", "-x", "A", "-mca", "btl", "tcp")

@@ -13,7 +13,7 @@ import clusterddp
 from clusterddp.system import python
 
 HOME = Path(clusterddp.__file__).parent
-OWN_WAY = {"system/python.py"}
+OWN_WAY = {"system/python.py", "places/slurm/step_launcher.py"}  # the latter runs the Python of the user
 
 
 def is_executable(node: ast.expr) -> bool:
@@ -67,3 +67,12 @@ def test_an_isolated_module_is_found_whatever_python_variables_the_user_has_set(
     argv = python.isolated_command("clusterddp", "--version")
     done = subprocess.run(argv, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert (done.returncode, done.stdout.strip().rpartition(" ")[2]) == (0, clusterddp.__version__), done.stderr
+
+
+def test_an_isolated_module_passes_on_the_environment_that_it_has_been_given(tmp_path: Path) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('planted')\n")
+    for environment in ({"A": "b"}, {"A": "b", "LC_CTYPE": "C.UTF-8"}, {"A": "b", "LANG": "C"}):
+        argv = python.isolated_command("tests.support.shown_environment")
+        argv = tuple(word.replace(str(HOME.parent), str(Path(__file__).parents[3])) for word in argv)
+        done = subprocess.run(argv, env=environment, capture_output=True, text=True, timeout=60, check=True)
+        assert done.stdout == f"{environment}\n"
