@@ -175,7 +175,7 @@ def find_place_of(launcher: str, environ: Mapping[str, str]) -> StepPlace:
 
     Raises: ClusterddpError: its nodes have different numbers of ranks, or the ranks of a node are no block.
     """
-    found = find_place(environ)
+    found = find_place({name: value for name, value in environ.items() if name != "CLUSTERDDP_RUN"})  # an outer task's
     rank, world = found.rank, found.world_size
     local, size = found.local_rank or 0, found.local_world_size or world
     node = rank // size if found.node_rank is None else found.node_rank

@@ -36,6 +36,10 @@ def test_an_agent_on_another_host_than_its_number_says_names_its_own_host() -> N
     assert place.hosts == ("node02", "(node 1)")
 
 
+def test_ranks_inside_a_rank_of_another_step_have_a_place() -> None:
+    assert find_place_of("torchrun", torchrun(3, agent=1, host="node02") | {"CLUSTERDDP_RUN": "outer"}).rank == 3
+
+
 def test_ranks_that_are_no_blocks_are_not_watched() -> None:
     with pytest.raises(ClusterddpError, match="placed rank 1 of 4 as number 0 of 2"):
         find_place_of("torchrun", torchrun(1, agent=0, host="node01") | {"LOCAL_RANK": "0"})
