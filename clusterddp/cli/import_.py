@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 import click
 
-from clusterddp.cli.arguments import KeyValue, SpecPath, command
+from clusterddp.cli.arguments import KeyValue, SpecPath, command, runs_option
 from clusterddp.cli.login import profile_option
 from clusterddp.cli.terminal import Terminal, put, say
-from clusterddp.errors import UsageError
+from clusterddp.errors import RunNotFoundError, UsageError
 
 if TYPE_CHECKING:
     from clusterddp.importing.reading import Kind
@@ -19,35 +19,55 @@ _KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
 
 
 @command("import")
-@click.argument("files", metavar="FILE...", nargs=-1, required=True, type=click.Path(path_type=Path, dir_okay=False))
+@click.argument("files", metavar="FILE...|RUN", nargs=-1, required=True)
 @click.option("--from", "kind", type=_KINDS, help="The kind of FILE, where its content does not show it.")
-@click.option("--line", type=click.IntRange(min=1), help="Of a batch script: the line of the command that trains.")
+@click.option("--step", metavar="K", help="Of RUN: the step, where several have started ranks (status lists them).")
 @click.option(
     "-o",
     "--output",
     metavar="PATH",
-    type=click.Path(path_type=Path, dir_okay=False),
+    type=click.Path(path_type=Path, dir_okay=False, allow_dash=True),
     help="Write the spec to PATH, not to stdout.",
 )
 @click.option("--force", is_flag=True, help="Overwrite PATH when it exists.")
+@runs_option
 @click.pass_obj
 def import_(
-    terminal: Terminal, *, files: tuple[Path, ...], kind: str | None, line: int | None, output: Path | None, force: bool
+    terminal: Terminal,
+    *,
+    files: tuple[str, ...],
+    kind: str | None,
+    step: str | None,
+    output: Path | None,
+    force: bool,
+    runs_dir: Path,
 ) -> None:
-    """Write a spec from files of other launchers; nothing in them is executed.
+    """Write a spec from files of other launchers, or of what a batch script has run; nothing is executed.
 
-    A Slurm batch script, GluonCV's DDP_CONFIG, an Accelerate config, a hostfile (DeepSpeed, Horovod, mpirun), a
-    .deepspeed_env. What the spec cannot express is listed with its line and the reason, also in the spec's comments.
+    FILE: a Slurm batch script of plain lines, GluonCV's DDP_CONFIG, an Accelerate config, a hostfile (DeepSpeed,
+    Horovod, mpirun), a .deepspeed_env. RUN: a run of a batch script, of which a step becomes a spec. What the spec
+    cannot express is listed with its line and the reason, also in the spec's comments.
 
     \b
     clusterddp import train.slurm > job.yaml
     clusterddp import train.slurm -o job.yaml && clusterddp submit job.yaml -n
     clusterddp import hostfile .deepspeed_env      hosts and variables, in one spec
+    clusterddp submit train.slurm && clusterddp import @last     what its srun or torchrun has run
     """
-    from clusterddp.importing.reading import HEADINGS, import_files, spell
+    from clusterddp.importing.reading import HEADINGS, import_files, import_step, spell
+    from clusterddp.run.find import find_run, is_run
     from clusterddp.system.files import write_text
 
-    imported = import_files(files, kind=cast("Kind | None", kind), line=line)
+    if step is not None or (kind is None and len(files) == 1 and is_run(files[0], runs_dir)):
+        try:
+            imported = import_step(find_run(runs_dir, files[0]), step)
+        except RunNotFoundError as error:
+            if step is not None:
+                raise
+            raise RunNotFoundError(f"{files[0]}: no such file, and {error.message}", hint=error.hint) from error
+    else:
+        imported = import_files([Path(file) for file in files], kind=cast("Kind | None", kind))
+    output = None if output == Path("-") else output
     if output is None:
         put(imported.text.rstrip("\n"))
     elif not write_text(output, imported.text, exclusive=not force) and not force:

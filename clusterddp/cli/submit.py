@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from clusterddp.planning.slurm import SlurmPlan
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.sweep import SweepSpec
+    from clusterddp.submission.sweep_plan import SweepPlan
 
 
 @command("submit", WithArguments)
@@ -192,7 +193,15 @@ def _submit_script(
     resolved = load_spec(text, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     with _starting():
         plan = _plan(resolved, terminal, options)
-    return _carry_out(plan, terminal, options)
+    return _carry_out_script(plan, resolved, terminal, options)
+
+
+def _carry_out_script(plan: Plan, resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) -> int:
+    """Show the plan of a batch script, or submit it; each task of a job array is a run."""
+    from clusterddp.submission.sweep_plan import plan_array
+
+    array = plan_array(plan, resolved, terminal.environ)
+    return _carry_out_sweep(array, terminal, options) if array else _carry_out(plan, terminal, options)
 
 
 def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: Place, options: StartOptions) -> int:
@@ -223,7 +232,7 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
         copy = parent.batch_script.read_bytes()
     with _starting():
         plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name, submission=copy)
-    return _carry_out(plan, terminal, options)
+    return _carry_out_script(plan, resolved, terminal, options) if script else _carry_out(plan, terminal, options)
 
 
 @command("resume")
@@ -259,7 +268,7 @@ def resume(
     run = find_run(options.runs_dir, name)
     if trust:
         _trust(run)
-    check = None if from_start or may_have_saved(run) else partial(_confirm_start_over, run)
+    check = None if from_start or is_batch_script(run) or may_have_saved(run) else partial(_confirm_start_over, run)
     with _starting():
         submitted = resume_run(run, report=say, overrides=overrides, check=check)
     return stay_with(submitted, terminal, options, verb="resumed")
@@ -353,12 +362,18 @@ def _try_out(resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) 
 
 def _submit_sweep(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.submission.sweep_array import submit_sweep
     from clusterddp.submission.sweep_plan import plan_sweep
 
-    _refuse_for_sweep(options)
     name = PLANNED_NAME if options.dry_run else None
     plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
+    return _carry_out_sweep(plan, terminal, options)
+
+
+def _carry_out_sweep(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> int:
+    """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
+    from clusterddp.submission.sweep_array import submit_sweep
+
+    _refuse_for_sweep(options)
     if options.dry_run:
         return _show(plan, plan.job, run_list, terminal, options)
     for note in plan.notes:

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 from clusterddp.errors import UsageError
 from clusterddp.ranks.environment import PLACE_VARIABLES
@@ -20,13 +20,12 @@ from clusterddp.spec import tree
 from clusterddp.spec.fields import MAX_RANKS
 from clusterddp.spec.hosts import read_hostfile
 from clusterddp.spec.launch_options import Word
-from clusterddp.spec.secret_values import hide_secret_arguments, is_secret
+from clusterddp.spec.secret_values import hide_in_text, is_secret
 
 Fate = Literal["lost", "before", "ours"]
 """lost: the spec cannot express it; before: the user does it before a submit; ours: clusterddp does it itself."""
 
 _PASSED_ON = re.compile(r"PATH|PYTHON[A-Z]*|LD_LIBRARY_PATH|CUDA_HOME|CONDA_[A-Z_]*|LIBRARY_PATH|CPATH|MODULEPATH")
-_SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z0-9_]+)=(\S+)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -47,6 +46,8 @@ class Findings:
 
     source: str
     """The name of the file in messages."""
+    hint: str | None = None
+    """What to do where the file is refused."""
     values: dict[str, Any] = field(default_factory=dict)
     """As in a spec: sections are mappings."""
     left: list[Left] = field(default_factory=list)
@@ -61,8 +62,11 @@ class Findings:
 
     def lose(self, text: str, why: str, line: int | None = None, *, fate: Fate = "lost") -> None:
         """List a part of the file that the spec cannot express."""
-        text = str(hide_secret_arguments({"command": _SECRET_VALUE.sub(_masked, text)})["command"])
-        self.left.append(Left(fate=fate, text=text, why=why, source=self.source, line=line))
+        self.left.append(Left(fate=fate, text=hide_in_text(text), why=why, source=self.source, line=line))
+
+    def refuse(self, text: str, why: str, line: int) -> NoReturn:
+        """Raise the error that import does not read a part of the file."""
+        raise UsageError(f"{self.source}:{line}: {hide_in_text(text)[:80]}: {hide_in_text(why)}")
 
 
 def set_variable(name: str, value: Word, findings: Findings, line: int | None, *, cores: int | None = None) -> bool:
@@ -71,7 +75,7 @@ def set_variable(name: str, value: Word, findings: Findings, line: int | None, *
     The value of a secret is never written. `cores`: those of a rank, which OMP_NUM_THREADS is without a setting.
     """
     text = f"export {name}={value.text}"
-    if is_secret(name, value.text):
+    if is_secret(name, value.text) or hide_in_text(value.text) != value.text:
         secrets = findings.values.setdefault("secrets", [])
         if name not in secrets:
             secrets.append(name)
@@ -90,10 +94,6 @@ def set_variable(name: str, value: Word, findings: Findings, line: int | None, *
     else:
         return False
     return True
-
-
-def _masked(match: re.Match[str]) -> str:
-    return f"{match[1]}=..." if is_secret(match[1], match[2]) else match[0]
 
 
 ACCELERATE_MARKS = frozenset({"compute_environment", "distributed_type"})

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,8 +23,11 @@ from clusterddp.importing.files import (
     read_values,
 )
 from clusterddp.importing.script import read_batch_script
+from clusterddp.importing.step import read_step_of
+from clusterddp.run.directory import RunDir
 from clusterddp.spec.batch_script import spec_name
 from clusterddp.spec.load import ResolvedSpec, load_spec
+from clusterddp.spec.secret_values import hide_in_text
 from clusterddp.spec.tree import decode, escape, read_bytes
 from clusterddp.spec.yamlfile import parse, spec_yaml
 
@@ -39,8 +42,8 @@ HEADINGS: dict[Fate, str] = {
     "before": "To do before you submit, in the shell that submits",
     "ours": "Left out because clusterddp does it",
 }
-_INDEX = re.compile("[0-9]{1,9}")
 _MAX_SHOWN = 160
+_MAX_PROBLEMS = 5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,15 +56,15 @@ class Imported:
     left: tuple[Left, ...]
 
 
-def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int | None = None) -> Imported:
+def import_files(paths: Sequence[Path], *, kind: Kind | None = None) -> Imported:
     """Read files of other launchers and write a spec; nothing in them is executed.
 
-    `kind`: their kind, where their content does not show it. `line`: that of the command of a batch script.
+    `kind`: their kind, where their content does not show it.
     Raises: UsageError, SpecError: a file is none of these, or cannot become a spec.
     """
     merged = Findings(source=", ".join(path.name for path in paths))
     for path in paths:
-        findings = _read(path, kind, line)
+        findings = _read(path, kind)
         twice = [key for key in findings.values if key in merged.values and key not in {"name", "env", "secrets"}]
         if twice:
             raise UsageError(
@@ -70,12 +73,23 @@ def import_files(paths: Sequence[Path], *, kind: Kind | None = None, line: int |
         for key, value in findings.values.items():
             _merge(merged.values, key, value)
         merged.left += findings.left
+        merged.hint = merged.hint or findings.hint
     merged.values.setdefault("name", spec_name(paths[0].stem))
     merged.values.setdefault("launcher", "local")
     if "entry" not in merged.values:
         merged.set("entry.script", "train.py")
         merged.lose("entry.script", "no file names a program: write yours in place of train.py")
-    return _write_spec(merged)
+    return write_spec(merged)
+
+
+def import_step(run: RunDir, step: str | None) -> Imported:
+    """Write the spec of what a step of a batch script has run; `step`: its number, where several started ranks.
+
+    Raises: UsageError: there is no such step, or it cannot be a spec.
+    """
+    findings = Findings(source=run.name)
+    read_step_of(run, step, findings)
+    return write_spec(findings)
 
 
 def spell(left: Left) -> str:
@@ -86,7 +100,7 @@ def spell(left: Left) -> str:
     return escape(f"{place}{text}  ({' '.join(left.why.split())})")
 
 
-def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
+def _read(path: Path, kind: Kind | None) -> Findings:
     findings = Findings(source=str(path))
     text = decode(read_bytes(path, expected="a file of another launcher"), str(path))
     kind = kind or _kind_of(path, text)
@@ -94,7 +108,11 @@ def _read(path: Path, kind: Kind | None, line: int | None) -> Findings:
         if len(text) > MAX_SCRIPT:
             raise UsageError(f"{path}: is larger than {MAX_SCRIPT:,} characters, expected a batch script")
         findings.set("launcher", "slurm")
-        read_batch_script(text, findings, line=line)
+        findings.hint = f"clusterddp submit {shlex.quote(str(path))} runs it as it is"
+        try:
+            read_batch_script(text, findings)
+        except UsageError as error:
+            raise UsageError(error.message, hint=findings.hint) from error
     elif kind == "hostfile":
         read_hosts(path, findings)
     elif kind == "env":
@@ -140,55 +158,25 @@ def _merge(values: dict[str, Any], key: str, value: Any) -> None:
         values.setdefault(key, value)
 
 
-def _write_spec(findings: Findings) -> Imported:
-    """Write the spec; values that a spec refuses are listed with the reason.
+def write_spec(findings: Findings) -> Imported:
+    """Write the spec with what is not in it as comments.
 
-    Raises: SpecError: the rest is not a valid spec.
+    Raises: UsageError: it is not valid.
     """
-    values, left = copy.deepcopy(findings.values), list(findings.left)
     order = ["name", "launcher", "device", "resources", "slurm", "ssh", "network", "container", "env", "secrets",
              "restarts", "entry", "train"]  # fmt: skip
-    values = {key: values[key] for key in order if key in values}
-    resolved = _settle(values, left, findings.source)
-    left.sort(key=lambda each: (list(HEADINGS).index(each.fate), each.source, each.line or 0))
+    values = {key: findings.values[key] for key in order if key in findings.values}
+    try:
+        resolved = load_spec(spec_yaml(values), environ={}, whole=True)
+    except SpecError as error:
+        wrong = "; ".join(f"{problem.key}: {problem.message}" for problem in error.problems[:_MAX_PROBLEMS])
+        raise UsageError(
+            f"{findings.source}: {hide_in_text(wrong)}", hint=findings.hint or error.problems[0].hint
+        ) from error
+    left = sorted(findings.left, key=lambda each: (list(HEADINGS).index(each.fate), each.source, each.line or 0))
     comments = [f"# {findings.source}, as a spec of clusterddp: clusterddp import"]
     for fate, heading in HEADINGS.items():
         lines = [f"#   {spell(each)}" for each in left if each.fate == fate]
         comments += [f"# {heading}:", *lines] if lines else []
     text = "\n".join([*map(escape, comments), spec_yaml(values)])
     return Imported(text=text, resolved=resolved, left=tuple(left))
-
-
-def _settle(values: dict[str, Any], left: list[Left], source: str) -> ResolvedSpec:
-    """Load the spec as a submit would; remove and list the values that it refuses, until it loads."""
-    while True:
-        try:
-            return load_spec(spec_yaml(values), environ={}, whole=True)
-        except SpecError as error:
-            refused = {problem.key: problem for problem in error.problems}
-            taken = [(key, _take(values, key.split("."))) for key in sorted(refused, key=_place_in_list, reverse=True)]
-            if not any(found for _, found in taken):
-                raise
-            for key, found in taken:
-                if found:
-                    problem = refused[key]
-                    why = problem.message + (f"; {problem.hint}" if problem.hint else "")
-                    left.append(Left(fate="lost", text=f"{key}: {found[0]}", why=why, source=source))
-
-
-def _place_in_list(key: str) -> tuple[int, ...]:
-    """Order keys so that removing them from the last on moves no entry of a list before its removal."""
-    return tuple(int(part) for part in key.split(".") if _INDEX.fullmatch(part))
-
-
-def _take(values: Any, path: list[str]) -> tuple[Any] | None:
-    """Remove the value at a path; None when there is none, or the spec needs it."""
-    if path in (["name"], ["entry"], ["entry", "script"], ["entry", "module"], ["entry", "command"], ["ssh", "hosts"]):
-        return None
-    for part in path[:-1]:
-        values = values.get(part) if isinstance(values, dict) else None
-    if isinstance(values, dict) and path[-1] in values:
-        return (values.pop(path[-1]),)
-    if isinstance(values, list) and _INDEX.fullmatch(path[-1]) and int(path[-1]) < len(values):
-        return (values.pop(int(path[-1])),)
-    return None

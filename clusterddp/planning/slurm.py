@@ -493,6 +493,9 @@ def place(job: JobSpec, request: Request) -> Placement:
     return dataclasses.replace(placement, notes=notes, slurm=slurm)
 
 
+_WAIT_HINT = "clusterddp submit --wait waits; leave out #SBATCH --wait, and unset SBATCH_WAIT"
+
+
 def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement:
     """Plan the job of a user's batch script: sbatch reads its options, and ranks are those of its steps."""
     assert job.entry is not None
@@ -502,6 +505,8 @@ def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement
     )
     given = options_of(request.submission)
     options: Options = {name: value for name, value in job.slurm.items() if value is not False}
+    if "wait" in given or "SBATCH_WAIT" in request.environ:
+        raise UsageError(f"{path.name}: --wait of sbatch holds the submit until the job has ended", hint=_WAIT_HINT)
     for name, variable in (("comment", "SBATCH_COMMENT"), ("chdir", "")):
         given[name] = str(options.get(name) or request.environ.get(variable) or given.get(name) or "")
     if given["comment"]:

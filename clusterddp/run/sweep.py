@@ -43,7 +43,7 @@ class SweepDir:
     record = Below(SWEEP_RECORD, "The identity of the sweep: keys, throttle, job id.")
     tasks = Below(
         "tasks.txt",
-        "One run per line; the line number, from 0, is SLURM_ARRAY_TASK_ID. The batch script receives this path.",
+        "One run per line; its name ends with SLURM_ARRAY_TASK_ID. The batch script receives this path.",
     )
     environment = Below("env.json", "As of a run; the runs have links to it.")
     job_environment = Below(
@@ -114,6 +114,11 @@ def read_sweep(sweep: SweepDir) -> SweepRecord:
     if record is None:
         raise ClusterddpError(f"{sweep.record}: is gone")
     return record
+
+
+def task_of(run: str) -> int:
+    """Return the number of a run in its sweep, which is that of its task in the job array."""
+    return int(run.rpartition(".")[2])
 
 
 def sweep_of(run: RunDir) -> SweepDir | None:

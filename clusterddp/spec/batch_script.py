@@ -12,6 +12,9 @@ from clusterddp.spec.sbatch_lines import read_sbatch_lines
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _OTHER_SCHEDULERS = (b"#PBS", b"#BSUB", b"#$ ", b"#COBALT", b"#FLUX:")
+_RANGE = re.compile("([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
+MAX_TASKS = 10_000
+"""Of an array: each is a run with a directory."""
 _BLANKS = b" \t\r\v\f"
 
 
@@ -81,6 +84,27 @@ def options_of(data: bytes) -> dict[str, str]:
             given = read_sbatch_lines(line, "", lambda *_: None)
             found |= {name: given.value(name) for name in given}
     return found
+
+
+def read_array(text: str) -> tuple[tuple[int, ...], int | None]:
+    """Read the tasks of `--array=1,5-9:2%3`: their numbers, and how many may run at a time; None: all of them.
+
+    Raises: UsageError: sbatch would refuse it, or it has more tasks than a sweep has runs.
+    """
+    indices, percent, most = text.strip().partition("%")
+    parts = [_RANGE.fullmatch(part) for part in indices.removeprefix("[").removesuffix("]").split(",")]
+    tasks: dict[int, None] = {}
+    for part in parts:
+        if part is None or (percent and not re.fullmatch("[0-9]{1,9}", most)):
+            raise UsageError(f"--array={text}: expected numbers and ranges, such as 0-9, 1,5-9:2 or 0-99%4")
+        numbers = range(int(part[1]), int(part[2] or part[1]) + 1, max(1, int(part[3] or 1)))
+        if len(tasks) + len(numbers) > MAX_TASKS:
+            hint = f"submit a part of them at a time: slurm.array={numbers[0]}-{numbers[0] + MAX_TASKS - 1}"
+            raise UsageError(f"--array={text}: expected at most {MAX_TASKS} tasks: each is a run", hint=hint)
+        tasks |= dict.fromkeys(numbers)
+    if not tasks:
+        raise UsageError(f"--array={text}: has no task")
+    return tuple(sorted(tasks)), int(most) if percent and int(most) else None
 
 
 def spec_of(path: Path, args: Sequence[str]) -> dict[str, object]:

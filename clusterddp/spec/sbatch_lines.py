@@ -25,6 +25,8 @@ SIZES = frozenset(
 """Options that decide the sizes, or follow from them."""
 GPU_OPTIONS = ("gres", "gpus", "gpus_per_node", "gpus_per_task")
 _NUMBERS = ("ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "cpus_per_task", "cpus_per_gpu")
+_GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=][A-Za-z_][^:=(]*)?(?:[:=]([0-9]{1,6}))?(?:\(.*\))?")
+"""A resource of --gres."""
 _MARK = "#SBATCH"
 _OTHER_MARKS = ("#PBS", "#BSUB", "#$ ", "#COBALT", "#FLUX:")
 
@@ -177,8 +179,11 @@ def _refuse_odd_numbers(given: GivenOptions, lose: Lose) -> None:
     for name in _NUMBERS:
         if name in given and not re.fullmatch("0{0,9}[1-9][0-9]{0,5}", given.value(name)):
             given.lose(name, "expected a number from 1", lose)
-    if "gres" in given and not given.value("gres"):
-        given.lose("gres", "has no value", lose)
+    for name in GPU_OPTIONS:
+        parts = given.value(name).split(",")
+        odd = any(re.match(r"(gres[:/])?gpu\b", part) and not _GPU.fullmatch(part) for part in parts)
+        if name in given and (odd if name == "gres" and parts != [""] else given.count(name) is None):
+            given.lose(name, "expected a number of GPUs", lose)
 
 
 def _nodes(given: GivenOptions, lose: Lose) -> int | None:
@@ -200,8 +205,7 @@ def _gpus_per_node(given: GivenOptions, nodes: int | None) -> int | None:
     if per_node is not None:
         return per_node
     for resource in given.value("gres").split(","):
-        match = re.fullmatch(r"(?:gres[:/])?gpu(?:[:=][A-Za-z_][^:=(]*)?(?:[:=]([0-9]{1,6}))?(?:\(.*\))?", resource)
-        if match:
+        if match := _GPU.fullmatch(resource):
             return int(match[1] or 1)
     total = given.count("gpus")
     return math.ceil(total / (nodes or 1)) if total is not None else None

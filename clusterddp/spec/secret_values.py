@@ -21,6 +21,9 @@ _VALUE = re.compile(
     r"(gh[pousr]|github_pat|hf|glpat|sk|xox[abprs])[_-][\w-]{16,}|(AKIA|ASIA)[0-9A-Z]{16}|-----BEGIN .*PRIVATE KEY"
 )
 """The first characters of tokens of GitHub, Hugging Face, GitLab, OpenAI, Slack and AWS, and of private keys."""
+_ANYWHERE = re.compile(rf"(?<![A-Za-z0-9])({_VALUE.pattern})|(?<= )[0-9a-f]{{40}}(?![A-Za-z0-9])")
+"""The same within a text, and a key as `wandb login` takes it."""
+_NAMED = re.compile(r"(?<![A-Za-z0-9_])([A-Za-z0-9_]+)=(?!\(not shown\))(\"[^\"]*\"|'[^']*'|\S+)")
 
 
 def is_secret(name: str, value: str) -> bool:
@@ -35,6 +38,12 @@ def hide_secret_arguments(entry: Mapping[str, Any]) -> dict[str, Any]:
     function), and a value that looks like a token or has an address with a password.
     """
     return {key: _hide(value) if key in _ARGUMENTS else value for key, value in entry.items()}
+
+
+def hide_in_text(text: str) -> str:
+    """Return a line of a script, or any other text, with `HIDDEN` in place of what looks like a secret."""
+    text = _URL.sub(f"://{HIDDEN}@", _ANYWHERE.sub(HIDDEN, _hide_in_command(text)))
+    return _NAMED.sub(lambda match: f"{match[1]}={HIDDEN}" if is_secret(match[1], match[2]) else match[0], text)
 
 
 def _hide(value: Any) -> Any:

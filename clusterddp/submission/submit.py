@@ -24,6 +24,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import log_event, read_run
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunView, refuse_resume
+from clusterddp.run.steps import is_batch_script
 from clusterddp.system.files import write_json, write_text
 from clusterddp.system.own_directory import demand_own
 
@@ -87,7 +88,7 @@ def resume(
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
     instead = f"clusterddp submit {run.name} repeats it; clusterddp resume {run.name} KEY=VALUE gives it more to do"
-    refuse_resume(run, view, instead=instead, more=bool(overrides))
+    refuse_resume(run, view, instead=instead, more=bool(overrides) or is_batch_script(run))
     if check is not None:
         check()
     if not overrides:  # with some, the whole spec is read anew

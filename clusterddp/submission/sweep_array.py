@@ -50,7 +50,8 @@ def submit_sweep(plan: SweepPlan) -> Submitted:
     SlurmLauncher(environ).check(plan.base)
     while True:
         try:
-            make_sweep(plan, environ, variables_for(plan.base, environ) if plan.job else {})
+            ours = plan.job is not None and plan.job.directory is None
+            make_sweep(plan, environ, variables_for(plan.base, environ) if ours else {})
             break
         except FileExistsError:
             plan = rename_sweep(plan)

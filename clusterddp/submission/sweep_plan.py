@@ -23,13 +23,14 @@ from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
 from clusterddp.planning.processes import queue_command
 from clusterddp.planning.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
-from clusterddp.planning.slurm import SCRIPT, SlurmPlan, sbatch_argv
+from clusterddp.planning.slurm import SlurmPlan, sbatch_argv, script_sbatch_argv
 from clusterddp.run.code import CodeCopy, is_too_much, link_or_copy, plan_copy, replace_link, store_of, write_snapshot
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.surroundings import capture_surroundings
-from clusterddp.run.sweep import SweepDir, SweepRecord, write_sweep
+from clusterddp.run.sweep import SweepDir, SweepRecord, task_of, write_sweep
+from clusterddp.spec.batch_script import options_of, read_array
 from clusterddp.system.files import write_bytes, write_json, write_text
 from clusterddp.system.own_directory import demand_own
 
@@ -94,7 +95,7 @@ class SweepPlan:
         """The argv of sbatch, or of the queue."""
         if self.job is None:
             return queue_command(self.path)
-        return (*self.job.sbatch, str(SweepDir(self.path).launcher_dir / SCRIPT), *self.job.arguments)
+        return (*self.job.sbatch, str(SweepDir(self.path).launcher_dir / self.job.file), *self.job.arguments)
 
 
 def plan_sweep(
@@ -116,6 +117,55 @@ def plan_sweep(
     return _lay_out(spec, plan_one)
 
 
+def plan_array(plan: Plan, resolved: ResolvedSpec, environ: Mapping[str, str]) -> SweepPlan | None:
+    """Return the runs of a batch script's job array, each with the number of its task; None: it is one job.
+
+    Raises: UsageError: sbatch would refuse the array, or it has too many tasks.
+    """
+    from clusterddp.spec.sweep import Variant
+
+    options = plan.spec["slurm"]
+    text = options.get("array") or environ.get("SBATCH_ARRAY_INX") or options_of(plan.submission or b"").get("array")
+    if not text:
+        return None
+    tasks, throttle = read_array(str(text))
+    path, token = plan.runs_dir / plan.run, secrets.token_hex(16)
+    return SweepPlan(
+        sweep=plan.run,
+        token=token,
+        path=path,
+        keys=("task",),
+        variants=tuple(Variant(values={"task": task}, resolved=resolved) for task in tasks),
+        throttle=throttle,
+        runs=tuple(_plan_task(plan, resolved, path, task) for task in tasks),
+        job=plan.slurm and _place_array(plan.slurm, path, token),
+    )
+
+
+def _plan_task(plan: Plan, resolved: ResolvedSpec, path: Path, task: int) -> Plan:
+    """Return the plan of one task, which starts as an array of its own when it is resumed."""
+    from clusterddp.spec.yamlfile import resolved_yaml
+
+    job = with_absolute_paths(resolved.job, plan.working_dir)
+    job = job.model_copy(update={"slurm": job.slurm | {"array": str(task)}})
+    token = secrets.token_hex(16)
+    slurm = plan.slurm and dataclasses.replace(
+        plan.slurm, sbatch_options=plan.slurm.sbatch_options | {"array": str(task)}
+    )
+    gang = dataclasses.replace(plan.gang, token=token)
+    own = dataclasses.replace(
+        plan, token=token, gang=gang, slurm=slurm, spec=filled_in(job), spec_text=resolved_yaml(job)
+    )
+    return move_plan(own, path / f"{plan.run}.{task}")
+
+
+def _place_array(job: SlurmPlan, path: Path, token: str) -> SlurmPlan:
+    """Return the job array of a batch script; its own line, or the command line, has the tasks."""
+    comment = job_comment(path.name, job_tag(token, 0))
+    arguments = (str(SweepDir(path).tasks), *job.arguments[1:])
+    return dataclasses.replace(job, arguments=arguments, sbatch=script_sbatch_argv(job.sbatch_options, comment))
+
+
 def queue_width(plan: Plan, throttle: int | None) -> int | None:
     """Return how many runs like this one a queue keeps running at a time; None: as many as there are GPUs for."""
     needs_gpus = any(node.gpus for node in (plan.ssh.hosts if plan.ssh else plan.gang.nodes))
@@ -126,8 +176,12 @@ def rename_sweep(plan: SweepPlan) -> SweepPlan:
     """Return the same sweep under a new name; another run or sweep has taken this one's."""
     sweep = choose_run_name(plan.path.parent)
     path = plan.path.parent / sweep
-    runs = tuple(move_plan(run, path / f"{sweep}.{index}") for index, run in enumerate(plan.runs))
-    job = plan.job and _plan_job(runs[0], path, token=plan.token, size=len(runs), throttle=plan.throttle)
+    runs = tuple(move_plan(run, path / f"{sweep}.{task_of(run.run)}") for run in plan.runs)
+    job = plan.job and (
+        _plan_job(runs[0], path, token=plan.token, size=len(runs), throttle=plan.throttle)
+        if plan.job.directory is None
+        else _place_array(plan.job, path, plan.token)
+    )
     return dataclasses.replace(plan, sweep=sweep, path=path, runs=runs, job=job)
 
 
@@ -276,7 +330,9 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
         surroundings["code"] = {"sha256": digest, "files": len(chosen.files), "bytes": chosen.total_bytes}
     write_json(sweep.environment, surroundings)
     hidden: dict[str, str] = {}
-    if plan.job:
+    if plan.base.gang.entry.kind == "batch_script":
+        write_bytes(RunDir(sweep.path).batch_script, plan.base.submission or b"")
+    if plan.job and plan.job.directory is None:
         write_json(sweep.job_environment, dict(variables))
         hidden = {name: environ[name] for name in plan.base.secrets}
     for index, run in enumerate(plan.runs):
@@ -289,7 +345,8 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
             created_ns=record.created_ns + index,
             submitter=record.submitter,
             job_tag=plan.tag,
-            array_index=index if plan.job else None,
+            array_index=task_of(run.run) if plan.job else None,
+            job_directory=plan.job.job_directory if plan.job else None,
             variant=plan.variants[index].label,
             queued=plan.job is None,
         )
@@ -321,7 +378,9 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     for path, text in texts.items():
         write_bytes(path, text.encode(), durable=False)
     link_or_copy(str(sweep.environment), str(run.environment))
-    if plan.slurm:
+    if plan.gang.entry.kind == "batch_script":
+        link_or_copy(str(RunDir(sweep.path).batch_script), str(run.batch_script))
+    elif plan.slurm:
         link_or_copy(str(sweep.job_environment), str(run.job_environment))
     if copy is not None:
         copy.write(run.code)

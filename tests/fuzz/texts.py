@@ -232,8 +232,8 @@ def imported(root: Path) -> Target:
     from clusterddp.importing.reading import import_files
 
     batch = (
-        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=4\n#SBATCH --gres=gpu:4\n#SBATCH -t 1-00:00:00\n"
-        "export A=1 B='x y'\nN=\"${SLURM_NNODES:-2}\"\nmodule load cuda; set -e\n"
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1\n#SBATCH --gres=gpu:4\n#SBATCH -t 1-00:00:00\n"
+        "export A=1 B='x y'\nN=\"${SLURM_NNODES:-2}\"\nmodule load cuda\nset -e\n"
         "A=2 srun torchrun --nproc_per_node 4 --nnodes $SLURM_NNODES train.py \\\n --lr 0.1 > log 2>&1\n"
     )
     accelerate = (

@@ -219,11 +219,11 @@ def _script_facts(plan: Plan) -> list[tuple[str, str]]:
     if slurm is None:
         facts.append(("where", f"{plan.launcher}: this machine"))
     else:
-        given = slurm.sbatch_options
         lines = [line for line in slurm.script.split("\n") if line.startswith("#SBATCH")]
         read = "; ".join(line.removeprefix("#SBATCH").strip() for line in lines) or "none"
         facts += [("where", "slurm: sbatch gets its #SBATCH lines"), ("#SBATCH", read)]
-        own = [f"slurm.{name}={value_text(value)}" for name, value in given.items() if name in plan.spec["slurm"]]
+        typed = [change for change in plan.changes if change["key"].startswith("slurm.")]
+        own = [f"{change['key']}={value_text(change['value'])}" for change in typed]
         facts += [("override", ", ".join(own))] if own else []
     facts.append(("ranks", "those that srun, torchrun, mpirun, accelerate and deepspeed start in it"))
     facts.append(("directory", entry.working_dir))

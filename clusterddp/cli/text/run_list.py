@@ -115,7 +115,8 @@ def plan_lines(plan: SweepPlan, *, verbose: bool, columns: int | None) -> list[s
     many = "as many as Slurm starts" if plan.job else "as many as there are GPUs for"
     lines += ["", f"  at a time  {plan.width or many}"]
     if plan.job:
-        lines += [f"  array      {next(word for word in plan.command if word.startswith('--array='))}"]
+        own = "that of the script"
+        lines += [f"  array      {next((word for word in plan.command if word.startswith('--array=')), own)}"]
     elif verbose:
         lines += [f"  queue      {printable(shlex.join(plan.command))}"]
     lines += [f"  directory  {printable(str(plan.path))}", "", "the first run, as an example:", ""]

@@ -212,6 +212,7 @@ def submit_attempt(
     if not keep_variables and plan.slurm.directory is None:
         write_variables(run, plan, environ)
     tag = job_tag(plan.token, attempt)
+    task = str(plan.slurm.sbatch_options.get("array", "")) if plan.slurm.directory is not None else ""
     record = dataclasses.replace(
         read_run(run),
         job_tag=tag,
@@ -219,7 +220,7 @@ def submit_attempt(
         job_id=None,
         cluster=None,
         keeper=None,
-        array_index=None,
+        array_index=int(task) if task.isdecimal() else None,
         job_directory=plan.slurm.job_directory,
     )
     write_run(run, record)
@@ -228,6 +229,7 @@ def submit_attempt(
         report(warnings)
     job_id, _, cluster = answer.partition(";")
     try:
+        job_id = f"{job_id}_{task}" if record.array_index is not None and "_" not in job_id else job_id
         write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=cluster or None))
     except ClusterddpError:  # the disk is full: the job's id would be lost
         withdraw_job(run, environ)

@@ -20,7 +20,7 @@ TORCHRUN = """\
 #SBATCH -N 2 --ntasks-per-node=1 --cpus-per-task=8
 #SBATCH --gres=gpu:4          # all of them
 #SBATCH --mem=16G -t 1:30:00 --exclusive=user
-srun torchrun --nproc_per_node=4 entry.py
+srun torchrun --nnodes=2 --nproc_per_node=4 entry.py
 """
 SRUN = """\
 #!/bin/bash

@@ -137,5 +137,7 @@ def test_the_command_writes_a_spec_and_lists_what_it_cannot_express(tmp_path: Pa
     assert "train.slurm:2: module load a  (in the shell that submits" in done.stderr
     subprocess.run([*command, "-o", "job.yaml"], cwd=tmp_path, capture_output=True, check=True)
     assert (tmp_path / "job.yaml").read_text() == done.stdout
+    to_stdout = subprocess.run([*command, "-o", "-"], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert (to_stdout.stdout, (tmp_path / "-").exists()) == (done.stdout, False)
     again = subprocess.run([*command, "-o", "job.yaml"], cwd=tmp_path, capture_output=True, text=True, check=False)
     assert (again.returncode, "exists, and is left as it is" in again.stderr) == (2, True)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.errors import UsageError
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run, rename_plan
 from clusterddp.run.directory import RunDir
@@ -88,3 +89,8 @@ def test_the_text_of_the_script_is_that_of_the_submit(tmp_path):
     assert planned.submission == (tmp_path / "my train.slurm").read_bytes()
     assert plan(tmp_path, submission=b"#!/bin/sh\n").submission == b"#!/bin/sh\n"
     assert Path(planned.gang.entry.working_dir) == tmp_path
+
+
+def test_sbatch_may_not_hold_the_submit(tmp_path):
+    with pytest.raises(UsageError, match="until the job has ended"):
+        plan(tmp_path, script=b"#!/bin/sh\n#SBATCH -W\n")

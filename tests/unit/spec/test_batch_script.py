@@ -5,7 +5,15 @@ from pathlib import Path
 import pytest
 
 from clusterddp.errors import SpecError, UsageError
-from clusterddp.spec.batch_script import demand_batch_script, head_of, is_batch_script, options_of, spec_name, spec_of
+from clusterddp.spec.batch_script import (
+    demand_batch_script,
+    head_of,
+    is_batch_script,
+    options_of,
+    read_array,
+    spec_name,
+    spec_of,
+)
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.yamlfile import spec_yaml
 
@@ -111,3 +119,23 @@ def test_what_the_script_says_itself_is_refused(override, words):
         load(override)
     problem = caught.value.problems[0]
     assert words in f"{problem.key}: {problem.message}"
+
+
+@pytest.mark.parametrize(
+    ("text", "tasks", "most"),
+    [
+        ("3", (3,), None),
+        ("0-3", (0, 1, 2, 3), None),
+        ("1,5-9:2%3", (1, 5, 7, 9), 3),
+        ("[4-5,4]", (4, 5), None),
+        ("0-1%0", (0, 1), None),
+    ],
+)
+def test_the_tasks_of_an_array_are_those_of_sbatch(text, tasks, most):
+    assert read_array(text) == (tasks, most)
+
+
+@pytest.mark.parametrize("text", ["", "a", "1-", "3-1", "1:2", "1%x", "0-10000", "0-999999999", "1,,2"])
+def test_what_is_no_array_is_refused(text):
+    with pytest.raises(UsageError, match="--array="):
+        read_array(text)

@@ -1,0 +1,119 @@
+"""A step of a batch script that has run, as a spec: the same program, ranks and variables."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+
+from clusterddp.errors import UsageError
+from clusterddp.importing.reading import import_step
+from clusterddp.planning.slurm import choose_options
+from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import Node
+from clusterddp.run.steps import StepRecord, new_step, next_round
+from clusterddp.spec.load import load_spec
+from clusterddp.system.files import write_json
+from tests.support.handmade_runs import make_gang, make_run
+
+SCRIPT = (
+    "#!/bin/bash\n#SBATCH -p gpu --time=60 --mem=4G\n#SBATCH -N 2 --ntasks-per-node=4 --gpus-per-node=4 -c 8\nrun\n"
+)
+PROGRAM = ("python", "-u", "train.py", "--format", "{rank}", "a b")
+
+
+def make_script_run(tmp_path: Path, *, script: str = SCRIPT) -> RunDir:
+    run = make_run(tmp_path)
+    run.spec.write_text("name: x\nlauncher: slurm\nslurm: {qos: high}\nentry: {script: x.py}\n")
+    run.launcher_dir.mkdir(exist_ok=True)
+    run.batch_script.write_text(script)
+    run.attempt(0).path.mkdir(parents=True)
+    return run
+
+
+def add_step(run: RunDir, *, nodes: int = 2, per_node: int = 4, has_ranks: bool = True, **values: object) -> RunDir:
+    record = StepRecord(command=("srun", "-l"), program=PROGRAM, line=4, working_dir="/work/x y")
+    record = dataclasses.replace(record, **values)  # type: ignore[arg-type]
+    step = new_step(run, 0, record)
+    if has_ranks:
+        write_json(step.attempt(0).gang, make_gang(nodes, per_node).to_json())
+    return step
+
+
+def test_the_spec_plans_the_ranks_and_the_program_of_the_step(tmp_path: Path) -> None:
+    run = make_script_run(tmp_path)
+    add_step(
+        run, environment={"LR": "0.1", "PATH": "/a:/b", "SLURM_X": "1", "MASTER_ADDR": "h", "HF_TOKEN": "mum-4711"}
+    )
+    found = import_step(run, None)
+    job = load_spec(found.text, environ={}).job
+    assert (job.resources.nodes, job.resources.ranks_per_node, job.resources.cpus_per_task) == (2, 4, 8)
+    options = choose_options(job, {}).sbatch
+    wanted = {
+        "partition": "gpu",
+        "qos": "high",
+        "mem": "4G",
+        "nodes": "2",
+        "ntasks_per_node": "4",
+        "gpus_per_node": "4",
+    }
+    assert {name: options[name] for name in wanted} == wanted
+    assert job.resources.time is not None
+    assert job.resources.time.seconds == 3600
+    assert job.entry is not None
+    assert job.entry.command == tuple(word.replace("{rank}", "{{rank}}") for word in PROGRAM)
+    assert (dict(job.env), job.secrets) == ({"LR": "0.1"}, ("HF_TOKEN",))
+    assert [each.text for each in found.left if each.fate == "before"] == [
+        "export PATH=/a:/b",
+        "export HF_TOKEN=(not shown)",
+        "cd '/work/x y'",
+    ]
+    assert "4711" not in found.text
+
+
+def test_a_torchrun_in_srun_has_the_cores_of_the_srun(tmp_path: Path) -> None:
+    run = make_script_run(tmp_path, script="#SBATCH -N 2 --gres=gpu:4\nsrun -n 2 -c 32 torchrun train.py\n")
+    outer = add_step(run, command=("srun", "-n", "2", "-c", "32"), program=("torchrun", "t.py"), has_ranks=False)
+    inner = new_step(run, 0, StepRecord(command=("torchrun",), program=PROGRAM, inside=outer.step))
+    again = next_round(inner, 0, 1)
+    write_json(inner.attempt(0).gang, make_gang(2, 2).to_json())
+    write_json(again.attempt(0).gang, make_gang(2, 4).to_json())
+    resources = import_step(run, None).resolved.job.resources
+    assert (resources.nodes, resources.ranks_per_node, resources.cpus_per_task) == (2, 4, 8)
+    assert import_step(run, inner.step).resolved.job.resources.ranks_per_node == 4
+
+
+def test_of_several_steps_one_has_to_be_named(tmp_path: Path) -> None:
+    run = make_script_run(tmp_path)
+    add_step(run, program=("python", "prepare.py"), nodes=1, per_node=1)
+    add_step(run)
+    with pytest.raises(UsageError, match=r"2 steps have started ranks.*0: python prepare.py; 1: python -u") as caught:
+        import_step(run, None)
+    assert caught.value.hint == "--step 1 takes the last one"
+    first = import_step(run, "0").resolved.job
+    assert (first.resources.nodes, first.resources.ranks_per_node) == (1, 1)
+    with pytest.raises(UsageError, match="no step 7 of its newest attempt has started ranks"):
+        import_step(run, "7")
+
+
+@pytest.mark.parametrize("has_ranks", [True, False])
+def test_a_step_that_cannot_be_a_spec_is_refused(tmp_path: Path, has_ranks: bool) -> None:
+    run = make_script_run(tmp_path)
+    step = add_step(run, has_ranks=has_ranks)
+    message = "no step of its newest attempt has started ranks"
+    if has_ranks:
+        nodes = (Node(node_rank=0, host="a", ranks=(0, 1)), Node(node_rank=1, host="b", ranks=(2,)))
+        write_json(step.attempt(0).gang, dataclasses.replace(make_gang(), nodes=nodes).to_json())
+        message = "the nodes of step 0 have different numbers of ranks"
+    with pytest.raises(UsageError, match=message):
+        import_step(run, None)
+
+
+def test_a_program_with_a_hidden_secret_and_a_run_of_a_spec_are_refused(tmp_path: Path) -> None:
+    run = make_script_run(tmp_path)
+    add_step(run, program=("python", "t.py", "--token", "(not shown)"))
+    with pytest.raises(UsageError, match="an argument of step 0 is a secret"):
+        import_step(run, None)
+    with pytest.raises(UsageError, match="is no run of a batch script"):
+        import_step(make_run(tmp_path, "calm-otter-4"), None)
