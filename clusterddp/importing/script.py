@@ -24,8 +24,10 @@ from clusterddp.spec.secret_values import hide_secret_arguments
 
 _IN_BRACKETS = r"(?:[^()'\"`]|'[^'()]*'|\"[^\"()]*\"|\([^()'\"`]*\))*"
 _EXPANSION = rf"\$\({_IN_BRACKETS}\)|\$\{{[^{{}}'\"`]*\}}|\$[A-Za-z_][A-Za-z0-9_]*|\$(?![({{])|`[^`\"]*`"
-_PART = rf"'[^']*'|\"(?:[^\"\\$`]|\\.|{_EXPANSION})*\"|\\.|{_EXPANSION}|[^\s'\"\\;|&()<>$`#]|(?<=\S)#"
-_WORD = re.compile(rf"(?P<output>(?:[12]|&)?>>?(?:&[12])?)|(?P<word>(?:{_PART})+)|(?P<rest>\s+|\s*#.*)")
+_PART = rf"'[^']*'|\"(?:[^\"\\$`]|\\.|{_EXPANSION})*\"|\\.|{_EXPANSION}|[^\s'\"\\;|&()<>$`#]"
+_WORD = re.compile(
+    rf"(?P<output>(?:[12]|&)?>>?(?:&[12](?!\S))?)|(?P<word>(?:{_PART})(?:{_PART}|#)*)|(?P<rest>\s+|\s*#.*)"
+)
 _PLAIN = re.compile(r"""'[^']*'|"(?:[^"\\$`]|\\.)*"|\\.|[^'"\\$`*?\[{~]+""")
 """A part of a word that no shell computes."""
 _VARIABLE = re.compile(r"(?<!\\)\$(?:([A-Za-z_][A-Za-z0-9_]*)|\{([A-Za-z_][A-Za-z0-9_]*)\})")
@@ -128,6 +130,8 @@ def split_statements(text: str, known: Mapping[str, str], findings: Findings) ->
             elif match["word"]:
                 found.append(_read_word(match[0], known))
             at = match.end()
+        if outputs and outputs[-1].endswith(">"):
+            findings.refuse(whole, "a redirection without a file", begin)
         if found or outputs:
             shown = " ".join(whole.split())
             yield Statement(line=begin, text=shown, words=tuple(found), outputs=tuple(outputs))
