@@ -129,7 +129,8 @@ class Side:
         script = self.script
         if self.how != "submit":
             return ["sbatch", "--parsable", *(f"--{option}" for option in script.options), script.file, *script.args]
-        options = [f"slurm.{option}" for option in script.options]
+        pairs = [option.split("=", 1) for option in script.options]
+        options = [f'slurm.{key}="{value}"' if "," in value else f"slurm.{key}={value}" for key, value in pairs]
         foreign = [] if script.plain else ["--from", "slurm"]
         args = ["--", *script.args] if script.args else []
         return [*CLUSTERDDP, "submit", *foreign, "-o", "json", script.file, *options, *args]
@@ -245,7 +246,7 @@ def order(probe: Mapping[str, Any]) -> list[Any]:
 def job_facts(row: Mapping[str, str], plain: Plain) -> dict[str, str]:
     """Return what the two jobs must have in common."""
     facts = {name: plain.text(value) for name, value in row.items() if name not in FIELDS_THAT_DIFFER}
-    if comment := re.sub(r"(; )?clusterddp\S*$", "", facts.pop("Comment", "")):
+    if comment := re.sub(r"(; )?clusterddp [\w.-]+ \w+ *$", "", facts.pop("Comment", "")):
         facts["Comment"] = comment
     return facts
 
