@@ -14,6 +14,7 @@ from typing import Any
 
 from clusterddp.network.hostlist import expand
 from tests.support.batch_scripts import Script
+from tests.support.paths import ROOT
 from tests.support.person import CLUSTERDDP
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, SYSTEM_PATH
@@ -57,29 +58,27 @@ NOT_COMPARED = {
     "TORCHELASTIC_RUN_ID": "torchrun makes it up",
     "TORCHELASTIC_ERROR_FILE": "torchrun makes it up",
     "_": "the file that bash has started: ours",
+    "BASH_ENV": "our functions stand before what conda and modules put into PATH; the user's file is read by ours",
+    **dict.fromkeys(("OMPI_ARGV", "OMPI_COMMAND"), "mpirun's word for our task, which holds the user's program"),
 }
 _MADE_UP = ("PMIX_", "OMPI_MCA_", "OMPI_FILE_", "OMPI_APP_", "ORTE_", "PMI_")
 """What mpirun makes for a job has ids and ports of its own."""
 _DEVICES = {"CUDA_VISIBLE_DEVICES", "GPU_DEVICE_ORDINAL", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS", "ROCR_VISIBLE_DEVICES"}
 _DEVICES |= {"ZE_AFFINITY_MASK"}
 """Which ones are free is another question for each job."""
+_HOOK = str(ROOT / "clusterddp/node/hook")
+"""A directory of ours in PYTHONPATH, for stacks and use."""
 
+_RANK_VARIABLES = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "NODE_RANK", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+    *("WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE"),
+)
 ADDED = {
-    "BASH_ENV": "the functions that stand before what conda and modules put into PATH",
-    **dict.fromkeys(
-        (
-            "RANK",
-            "LOCAL_RANK",
-            "WORLD_SIZE",
-            "LOCAL_WORLD_SIZE",
-            "GROUP_RANK",
-            "NODE_RANK",
-            "MASTER_ADDR",
-            "MASTER_PORT",
-        ),
-        "a task of srun has torchrun's variables where it has none",
-    ),
+    **dict.fromkeys(_RANK_VARIABLES, "a task of srun has torchrun's variables where it has none"),
     **dict.fromkeys(("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "TP_SOCKET_IFNAME"), "the network of the ranks"),
+    **dict.fromkeys(("NCCL_DEBUG", "NCCL_DEBUG_FILE", "NCCL_DEBUG_SUBSYS"), "NCCL's log, in a file of the run"),
+    "TORCH_FR_BUFFER_SIZE": "torch's record of collectives, for the stacks of a hang",
+    "PWD": "a command of ours is a script of sh, which sets it",
 }
 """Variables that a process may have by submit alone, and why; CLUSTERDDP_* too."""
 
@@ -246,7 +245,7 @@ def order(probe: Mapping[str, Any]) -> list[Any]:
 def job_facts(row: Mapping[str, str], plain: Plain) -> dict[str, str]:
     """Return what the two jobs must have in common."""
     facts = {name: plain.text(value) for name, value in row.items() if name not in FIELDS_THAT_DIFFER}
-    if comment := re.sub(r"(; )?clusterddp [\w.-]+ \w+ *$", "", facts.pop("Comment", "")):
+    if comment := re.sub(r"(; )?clusterddp [\w.-]+ \w+ *$", "", facts.pop("Comment", "")).strip():
         facts["Comment"] = comment
     return facts
 
@@ -288,6 +287,9 @@ def compared(environ: Mapping[str, str]) -> dict[str, str]:
     ours = ("CLUSTERDDP_", *_MADE_UP)
     kept = {name: value for name, value in environ.items() if name not in NOT_COMPARED and not name.startswith(ours)}
     kept["PATH"] = ":".join(part for part in kept.get("PATH", "").split(":") if not part.endswith("/launcher/bin"))
+    if _HOOK in (parts := kept.pop("PYTHONPATH", _HOOK).split(":")):
+        parts.remove(_HOOK)
+    kept |= {"PYTHONPATH": ":".join(parts)} if parts else {}
     for name in _DEVICES & set(kept):
         kept[name] = f"{len(kept[name].split(','))} of them"
     if kept.get("MASTER_PORT") != "PORT":  # torchrun has looked for a free one

@@ -130,7 +130,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
         "state": "refused",
     },
     "bad-option": {"state": "refused"},
-    "too-many-nodes": {"state": "refused"},
+    "unknown-partition": {"state": "refused"},
     "bytes": {
         "text": "#!/bin/bash\n#SBATCH -n1\n# caf\udce9 \xfc\nX=$'\\xe9'\nsrun python train.py \xfc\u4e2d \"$X\"\n"
     },
@@ -143,9 +143,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     },
     "export-none": {"environ": {"MINE": "1"}},
     "export-some": {"environ": {"MINE": "1", "OTHER": "2"}},
-    "variables-of-sbatch": {
-        "environ": {"SBATCH_JOB_NAME": "variable", "SBATCH_COMMENT": "said", "SRUN_CPUS_PER_TASK": "1"}
-    },
+    "variables-of-sbatch": {"environ": {"SBATCH_JOB_NAME": "variable", "SRUN_CPUS_PER_TASK": "1"}},
     "bash-env-of-the-user": {
         "files": {"env of mine.sh": "SET_BY_BASH_ENV=yes\n"},
         "environ": {"BASH_ENV": "./env of mine.sh"},
@@ -156,6 +154,7 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "script-killed-by-9": {"state": "FAILED"},
     "script-killed-by-15": {"state": "FAILED"},
     "rank-killed-among-others": {"racy": True},
+    "ranks-killed": {"racy": True},
     "rank-raises": {"racy": True},
 }
 
