@@ -57,7 +57,7 @@ def main() -> int:
         task = StepTask(run, int(attempt), launcher, program)
     except (ClusterddpError, OSError, ValueError) as error:
         with contextlib.suppress(ClusterddpError, OSError):
-            log_event(run, "step_not_watched", step=step, host=socket.gethostname(), error=str(error))
+            log_event(run, "step_not_watched", host=socket.gethostname(), error=str(error))
         run_plainly(program)
     code = task.serve()
     return code if code >= 0 else _end_by(-code)
