@@ -9,7 +9,7 @@ GPU_WORLD_SIZE, GPU_WORLD_RANK and GPU are overwritten when a training starts.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -106,19 +106,8 @@ _SWITCHES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
     "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
 }
-_USUAL: dict[str, object] = {
-    "compute_environment": "LOCAL_MACHINE",
-    "gpu_ids": "all",
-    "downcast_bf16": "no",
-    "enable_cpu_affinity": False,
-    "main_training_function": "main",
-    "tpu_use_cluster": False,
-    "tpu_use_sudo": False,
-    "tpu_env": [],
-}
-"""Values that `accelerate config` writes by default."""
-_MOST_NAMED = 64
-"""Up to so many machines are written one by one, to be replaced by their names; more as a set."""
+_USUAL: tuple[object, ...] = ("LOCAL_MACHINE", "all", "no", "main", False, None, [])
+"""Values of other keys that `accelerate config` writes by default."""
 _GLUON_SCRIPT = "train_ddp_pytorch.py"
 _GLUON_FINDS = ("WORLD_RANK", "GPU_WORLD_RANK", "GPU")
 
@@ -176,11 +165,7 @@ def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
     for key in _RENDEZVOUS:
         if (value := config.take(key)) is not None:
             config.lose(key, value, "the ranks find each other by clusterddp's own rendezvous", fate="ours")
-    for key, usual in _USUAL.items():
-        value = config.take(key, usual)
-        if value not in (usual, None):
-            config.lose(key, value, "a spec has no key for it")
-    config.lose_rest("a spec has no key for it")
+    config.lose_rest("a spec has no key for it", usual=_USUAL)
     findings.set("entry.script", "train.py")
     findings.lose("entry.script", "the file names no script: write yours in place of train.py")
 
@@ -205,8 +190,7 @@ def _set_accelerate_hosts(config: Section, nodes: int, findings: Findings) -> No
     master = config.take("main_process_ip")
     if nodes > 1:
         findings.set("launcher", "ssh")
-        others = [f"host{number}" for number in range(1, nodes)] if nodes <= _MOST_NAMED else [f"host[1-{nodes - 1}]"]
-        findings.set("ssh.hosts", [str(master or "host0"), *others])
+        findings.set("ssh.hosts", [str(master or "host0"), f"host[1-{nodes - 1}]"])
         named = "one" if master else "none"
         config.lose("main_process_ip", master, f"the file names {named} of {nodes} machines: write them into ssh.hosts")
     elif master:
@@ -327,8 +311,9 @@ class Section:
         shown = "..." if is_secret(key, str(value)) else value
         self._findings.lose(f"{self._prefix}{key}: {shown}", why, fate=fate)
 
-    def lose_rest(self, why: str) -> None:
-        """List what is left."""
+    def lose_rest(self, why: str, *, usual: Sequence[object] = ()) -> None:
+        """List what is left, without the values that are `usual`."""
         for key, value in self._values.items():
-            self.lose(str(key), value, why)
+            if value not in usual:
+                self.lose(str(key), value, why)
         self._values.clear()

@@ -15,7 +15,7 @@ from clusterddp.run.steps import StepRecord, is_batch_script, read_step, steps_o
 from clusterddp.spec.launch_options import SRUN, Option, Word, take_options
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.sbatch_lines import SIZES, Given, GivenOptions, read_sbatch_lines, read_sizes
-from clusterddp.spec.secret_values import HIDDEN
+from clusterddp.spec.secret_values import hide_secret_arguments
 from clusterddp.spec.tree import decode
 
 _OF_THE_SHELL = ("SLURM_", "SBATCH_", "SRUN_", "BASH_", "CLUSTERDDP_", "SHLVL", "OLDPWD", "PWD", "_")
@@ -29,7 +29,8 @@ def read_step_of(run: RunDir, number: str | None, findings: Findings) -> None:
     """
     step, record, gang = _choose(run, number)
     attempt = step.newest_attempt().number
-    if any(HIDDEN in word for word in record.program):
+    program = [gang.entry.target, *gang.entry.words]
+    if hide_secret_arguments({"args": program})["args"] != program:
         raise UsageError(f"{run.name}: an argument of step {step.step} is a secret, which clusterddp does not store")
     per_node = {len(node.ranks) for node in gang.nodes}
     if len(per_node) > 1:
@@ -49,7 +50,7 @@ def read_step_of(run: RunDir, number: str | None, findings: Findings) -> None:
         known = name.startswith(_OF_THE_SHELL) or not name.isidentifier()
         if not known and not set_variable(name, Word(value, computed=True), findings, None):
             set_variable(name, Word(value), findings, None)
-    set_program("command", record.program, findings)
+    set_program("command", program, findings)
     findings.lose(f"cd {shlex.quote(record.working_dir)}", SUBMIT_THERE, fate="before")
     findings.lose(shlex.join(record.command), "clusterddp starts the ranks", record.line, fate="ours")
 

@@ -1,7 +1,7 @@
 """Options of sbatch and of the launch programs (srun, torchrun ...): which there are, and how they are written.
 
 Source: sbatch(1) and srun(1) of Slurm 20.11 to 25.05, pyxis 0.20, torch/distributed/run.py of PyTorch 2.13,
-accelerate 1.x, DeepSpeed 0.18, mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH 4.
+mpirun(1) of Open MPI 4 and 5, mpiexec of MPICH 4.
 """
 
 from __future__ import annotations
@@ -112,28 +112,6 @@ TORCHRUN = OptionTable(
         "start_method event_log_handler role log_dir redirects tee local_ranks_filter node_rank master_addr "
         "master_port local_addr logs_specs numa_binding signals_to_handle duplicate_stdout_filters "
         "duplicate_stderr_filters virtual_local_rank"
-    ),
-)
-ACCELERATE = OptionTable(
-    shorts={"m": "module", "q": "quiet", "h": "help"},
-    flags=words(
-        "module no_python quiet debug cpu multi_gpu tpu use_xpu ipex use_deepspeed use_fsdp use_megatron_lm help "
-        "same_network standalone enable_cpu_affinity use_parallelism_config use_cpu"
-    ),
-    values=words(
-        "config_file num_processes num_machines machine_rank main_process_ip main_process_port mixed_precision "
-        "dynamo_backend gpu_ids rdzv_backend rdzv_conf max_restarts monitor_interval num_cpu_threads_per_process "
-        "main_training_function gradient_accumulation_steps role log_dir tee"
-    ),
-)
-DEEPSPEED = OptionTable(
-    shorts={"H": "hostfile", "i": "include", "e": "exclude", "h": "help"},
-    flags=words(
-        "module no_python no_local_rank no_ssh_check force_multi elastic_training no_ssh help bind_cores_to_rank"
-    ),
-    values=words(
-        "hostfile include exclude num_nodes num_gpus min_elastic_nodes max_elastic_nodes node_rank master_port "
-        "master_addr launcher launcher_args save_pid autotuning bind_core_list ssh_port venv_script"
     ),
 )
 MPIRUN = OptionTable(

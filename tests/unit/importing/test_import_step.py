@@ -37,8 +37,14 @@ def add_step(run: RunDir, *, nodes: int = 2, per_node: int = 4, has_ranks: bool 
     record = dataclasses.replace(record, **values)  # type: ignore[arg-type]
     step = new_step(run, 0, record)
     if has_ranks:
-        write_json(step.attempt(0).gang, make_gang(nodes, per_node).to_json())
+        write_gang(step, record.program, nodes, per_node)
     return step
+
+
+def write_gang(step: RunDir, program: tuple[str, ...], nodes: int, per_node: int) -> None:
+    gang = make_gang(nodes, per_node)
+    entry = dataclasses.replace(gang.entry, kind="command", target=program[0], words=program[1:])
+    write_json(step.attempt(0).gang, dataclasses.replace(gang, entry=entry).to_json())
 
 
 def test_the_spec_plans_the_ranks_and_the_program_of_the_step(tmp_path: Path) -> None:
@@ -77,8 +83,8 @@ def test_a_torchrun_in_srun_has_the_cores_of_the_srun(tmp_path: Path) -> None:
     outer = add_step(run, command=("srun", "-n", "2", "-c", "32"), program=("torchrun", "t.py"), has_ranks=False)
     inner = new_step(run, 0, StepRecord(command=("torchrun",), program=PROGRAM, inside=outer.step))
     again = next_round(inner, 0, 1)
-    write_json(inner.attempt(0).gang, make_gang(2, 2).to_json())
-    write_json(again.attempt(0).gang, make_gang(2, 4).to_json())
+    write_gang(inner, PROGRAM, 2, 2)
+    write_gang(again, PROGRAM, 2, 4)
     resources = import_step(run, None).resolved.job.resources
     assert (resources.nodes, resources.ranks_per_node, resources.cpus_per_task) == (2, 4, 8)
     assert import_step(run, inner.step).resolved.job.resources.ranks_per_node == 4
@@ -112,7 +118,7 @@ def test_a_step_that_cannot_be_a_spec_is_refused(tmp_path: Path, has_ranks: bool
 
 def test_a_program_with_a_hidden_secret_and_a_run_of_a_spec_are_refused(tmp_path: Path) -> None:
     run = make_script_run(tmp_path)
-    add_step(run, program=("python", "t.py", "--token", "(not shown)"))
+    add_step(run, program=("python", "t.py", "--token", "mum-4711"))
     with pytest.raises(UsageError, match="an argument of step 0 is a secret"):
         import_step(run, None)
     with pytest.raises(UsageError, match="is no run of a batch script"):
