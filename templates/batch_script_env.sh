@@ -3,7 +3,7 @@
 {user}{
     case ${PATH-} in
     {bin}:*) ;;
-    *) PATH={bin}${PATH:+:$PATH} ;;
+    *) PATH={front}${PATH:+:$PATH} ;;
     esac
     clusterddp_run() {
         local clusterddp_name=$1 clusterddp_line= clusterddp_ignored= clusterddp_i clusterddp_status=0

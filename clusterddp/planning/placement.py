@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.run.gang import Node
+from clusterddp.spec.sbatch_lines import job_options, read_sizes
 from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpus
 from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, spell_busy
 from clusterddp.system.units import format_count
@@ -90,6 +91,8 @@ class Request:
 
 _T = TypeVar("_T")
 _SUBMITIT_TAGS = ("%j", "%t", "%A", "%a")
+MAX_PRETENDED_NODES = 254
+"""The nodes of a batch script that runs without Slurm have addresses from 127.0.0.1."""
 _CROWD = 4
 """More ranks than this per core are worth a note."""
 CPU_HINT = "--cpu starts the same ranks on the CPU with gloo; or submit it to Slurm"
@@ -160,11 +163,33 @@ def place_local(job: JobSpec, request: Request) -> Placement:
             f"{request.runs_dir}: submitit, which starts the run, replaces {tag} in a path by the job's id"
         )
     queued = request.queued
+    notes: tuple[str, ...] = ()
+    if job.entry and job.entry.batch_script:
+        job, notes = _pretend_nodes(job, request.submission or b"")
     placement = place_here(lambda machine: plan_placement(job, machine.idle() if queued else machine), request.environ)
     if job.resources.memory_gb:
         note = "resources.memory_gb is not enforced on this machine"
-        placement = dataclasses.replace(placement, notes=(*placement.notes, note))
-    return placement
+        notes = (*notes, note)
+    return dataclasses.replace(placement, notes=(*placement.notes, *notes))
+
+
+def _pretend_nodes(job: JobSpec, script: bytes) -> tuple[JobSpec, tuple[str, ...]]:
+    """Return a batch script's job with the GPUs of all nodes that it asks Slurm for, and what differs here."""
+    given = job_options(script.decode(errors="replace"), job.slurm)
+    sizes = read_sizes(given, lambda *_: None)
+    if sizes.nodes > MAX_PRETENDED_NODES:
+        raise UsageError(
+            f"{job.name} asks for {sizes.nodes} nodes; without Slurm there are at most {MAX_PRETENDED_NODES}",
+            hint="slurm.nodes=2 asks for two",
+        )
+    gpus = sizes.nodes * (sizes.gpus_per_node or 0)
+    size = f"{format_count(sizes.nodes, 'node')} with {format_count(sizes.tasks_per_node, 'task')}"
+    note = (
+        f"without Slurm: {size}{'' if sizes.nodes == 1 else ' on each'}, as processes of this machine; the names of "
+        f"nodes are 127.0.0.1 and so on, and `hostname` prints {socket.gethostname()}"
+    )
+    resources = job.resources.model_copy(update={"gpus_per_node": gpus})
+    return job.model_copy(update={"resources": resources}), (note,)
 
 
 def plan_placement(job: JobSpec, machine: Machine) -> Placement:

@@ -119,8 +119,7 @@ class _Carrier:
 
     @property
     def token(self) -> str:
-        """That of the run, without the step."""
-        return self.cookie.partition(".")[0]
+        return self.cookie.rpartition(".")[0]
 
     @property
     def role(self) -> str:
@@ -136,7 +135,7 @@ def _find_families(only: Collection[str] | None) -> dict[str, list[_Carrier]]:
     tokens = {hash_token(token): token for token in only or ()}
 
     def wanted(cookie: str) -> bool:
-        token, _, role = cookie.partition(".")
+        token, _, role = cookie.rpartition(".")
         return bool(token and role) and (only is None or hash_token(token) in tokens)
 
     found = map(_carrier, find_carriers(COOKIE, wanted, uid=os.getuid(), otherwise=read_mark))

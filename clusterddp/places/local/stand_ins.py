@@ -446,7 +446,8 @@ def scontrol(words: Sequence[str], job: Mapping[str, Any]) -> int:
         if number != str(job["job_id"]):
             print("slurm_load_jobs error: Invalid job id specified", file=sys.stderr)
             return 1
-        lines = [f"{name}={value}" for name, value in job["shown"].items()]
+        state = {"JobState": "CANCELLED"} if Path(job["cancel_file"]).exists() else {}
+        lines = [f"{name}={value}" for name, value in (job["shown"] | state).items()]
         print(" ".join(lines) if {"-o", "--oneliner"} & set(words) else "\n   ".join(lines) + "\n")
     elif verb in {"requeue", "requeuehold", "update", "hold", "release", "suspend", "resume", "top", "notify"}:
         _say(f"clusterddp: without Slurm nothing is changed: scontrol {' '.join(words)}")

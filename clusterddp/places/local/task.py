@@ -82,14 +82,21 @@ def run_attempts(run_dir: str, attempt: int, visible_gpus: str | None) -> str:
     if lease is None:
         _answer(GPUS_TAKEN)
         return ""
+    job_id = str(controller)
+    if gang.entry.kind == "batch_script":
+        from clusterddp.places.local.pretended_job import carry_script, name_job
+
+        job_id = name_job(run, job_id)
     keeper = dataclasses.asdict(ProcessIdentity.of(controller))
-    write_run(run, dataclasses.replace(read_run(run), job_id=str(controller), keeper=keeper))
-    log_event(run, "submitted", attempt=attempt, job_id=str(controller))
+    write_run(run, dataclasses.replace(read_run(run), job_id=job_id, keeper=keeper))
+    log_event(run, "submitted", attempt=attempt, job_id=job_id)
     _answer(BEGUN)
     if final_end(run) is not None:
         pass  # the submit was interrupted, which ended the run
     elif run.cancel_file.exists():
         end_run(run, cancelled("cancelled before it was started"))
+    elif gang.entry.kind == "batch_script":
+        carry_script(run, attempt, str(controller))
     else:
         _carry(run, gang, attempt, lease)
     end = final_end(run)

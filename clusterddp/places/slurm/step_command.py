@@ -26,6 +26,8 @@ _THIS = "clusterddp.places.slurm.step_command"
 PYTHON_LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
 LAUNCHERS = ("srun", "mpirun", "mpiexec", *PYTHON_LAUNCHERS)
 COMMANDS = (*LAUNCHERS, "scontrol")
+STAND_INS = "stand_ins"
+"""Beside our commands where there is no Slurm: what stands in for its own (places/local/stand_ins.py)."""
 LINE = "CLUSTERDDP_LINE"
 """The line of the script, from a function of bash to the command that it runs."""
 WAITED = "CLUSTERDDP_WAITED"
@@ -98,7 +100,9 @@ def install_commands(run: RunDir, attempt: int, environ: Mapping[str, str], *, o
     user_file = environ.get("CLUSTERDDP_BASH_ENV") if outer else environ.get("BASH_ENV")
     bin_folder = shlex.quote(str(run.commands))
     functions = "".join(_FUNCTION.format(name=name) for name in LAUNCHERS)
-    text = read_template("batch_script_env.sh").replace("{bin}", bin_folder).replace("{functions}", functions)
+    front = shlex.quote(":".join(map(str, (run.commands, *run.launcher_dir.glob(STAND_INS)))))
+    text = read_template("batch_script_env.sh").replace("{bin}", bin_folder).replace("{front}", front)
+    text = text.replace("{functions}", functions)
     text = text.replace("{user}", _USER_FILE.format(value=user_file) if user_file else "")
     text = text.replace("{script}", shlex.quote(str(run.batch_script)))
     bash_env = run.launcher_dir / "bash_env"
@@ -364,7 +368,7 @@ def _shared_step(run: RunDir, attempt: int, record: StepRecord, rendezvous: str)
     folder = run.attempt(attempt).steps
     folder.mkdir(mode=0o700, exist_ok=True)
     key = f"agents-{hashlib.sha256(rendezvous.encode()).hexdigest()[:16]}"
-    agent = f"{os.uname().nodename}-{os.environ.get('SLURM_PROCID', '0')}"
+    agent = f"{os.environ.get('SLURMD_NODENAME') or os.uname().nodename}-{os.environ.get('SLURM_PROCID', '0')}"
     number = next(n for n in itertools.count() if write_text(folder / f"{key}-{n}-{agent}", "", exclusive=True))
     meeting = folder / f"{key}-{number}"
     if write_text(folder / f"{key}-{number}.first", agent, exclusive=True):
