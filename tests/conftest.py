@@ -27,6 +27,8 @@ sys.dont_write_bytecode = False
 gc.disable()  # until all is imported
 
 LONG = (
+    "batch_scripts",
+    "batch_script_faults",
     "sim_cuda",
     "train_loop",
     "launch_table",

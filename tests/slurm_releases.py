@@ -30,6 +30,7 @@ NAMES = (
     "entry_rack",
     "storage_rack",
     "launch_table_rack",
+    "batch_script",
 )
 """Of the files: test_NAME*.py in any room, and those of other commands on Slurm."""
 BEGIN, END = "<!-- releases: written by make test-slurm -->", "<!-- end of releases -->"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import sys
 from collections.abc import Iterator, Mapping
@@ -153,6 +154,17 @@ def _parted(words: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[str, ...] | 
     return (words, None) if at is None else (words[:at], words[at + 1 :])
 
 
+def _with_plain_options(words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return overrides in which values of slurm are the text for sbatch, also with a comma or a bracket."""
+
+    def plain(word: str) -> str:
+        key, _, value = word.partition("=")
+        is_odd = value[:1] in ("[", "{") or ("," in value and value[:1] not in ("'", '"'))
+        return f"{key}={json.dumps(value, ensure_ascii=False)}" if key.startswith("slurm.") and is_odd else word
+
+    return tuple(map(plain, words))
+
+
 def _is_batch_script(spec: Path | str, *, given: bool) -> bool:
     """Return whether a file is a batch script; `given`: the user says so."""
     from clusterddp.spec.batch_script import is_batch_script
@@ -188,7 +200,7 @@ def _submit_script(
     from clusterddp.spec.yamlfile import spec_yaml
 
     overrides, args = _parted(words)
-    text = spec_yaml(spec_of(script, args or ()))
+    overrides, text = _with_plain_options(overrides), spec_yaml(spec_of(script, args or ()))
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(text, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     with _starting():
@@ -220,8 +232,11 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
         hint = f"submit {parent.name} -n shows what it starts; if you want that: clusterddp submit {parent.spec}"
         raise UsageError(f"{parent.name} is {mark}: nothing of it is started", hint=hint)
     overrides, args = _parted(words)
-    if args is not None:
-        overrides = (*overrides, *([f"entry.args={flow_yaml(list(args))}"] if is_batch_script(parent) else args))
+    if is_batch_script(parent):
+        given = [] if args is None else [f"entry.args={flow_yaml(list(args))}"]
+        overrides = (*_with_plain_options(overrides), *given)
+    else:
+        overrides = (*overrides, *(args or ()))
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
     working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError
@@ -39,25 +38,40 @@ class StepPlace:
 
 
 def read_place(environ: Mapping[str, str]) -> StepPlace:
-    """Read a task's place; the tasks have to be in blocks (`srun --distribution=block`).
+    """Read a task's place: the tasks are in blocks, or dealt out to the nodes in turn (`srun --distribution=cyclic`).
 
     Raises: ClusterddpError: a variable is missing or invalid, or two contradict each other.
     """
     hosts = expand(_one_of(environ, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     counts = expand_counts(_one_of(environ, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
-    ends = itertools.accumulate(counts)  # the tasks are in blocks
     place = StepPlace(
         job_id=_one_of(environ, "SLURM_JOB_ID", "SLURM_JOBID"),
         step_id=_one_of(environ, "SLURM_STEP_ID", "SLURM_STEPID"),
         restart_count=_number(environ, "SLURM_RESTART_COUNT") if environ.get("SLURM_RESTART_COUNT") else 0,
         hosts=hosts,
-        ranks=tuple(tuple(range(end - count, end)) for count, end in zip(counts, ends, strict=True)),
+        ranks=_lay_out(counts, environ),
         rank=_number(environ, "SLURM_PROCID"),
         local_rank=_number(environ, "SLURM_LOCALID"),
         node_rank=_number(environ, "SLURM_NODEID"),
     )
     _check(place, _number(environ, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS"))
     return place
+
+
+def _lay_out(counts: Sequence[int], environ: Mapping[str, str]) -> tuple[tuple[int, ...], ...]:
+    """Return the ranks of each node. Source: _task_layout_block and _cyclic, src/common/slurm_step_layout.c."""
+    kind = environ.get("SLURM_DISTRIBUTION", "").partition(":")[0].partition(",")[0].lower()
+    if kind in {"arbitrary", "plane"}:
+        raise ClusterddpError(f"srun --distribution={kind}: which task is on which node is not known")
+    size = 1 if kind == "cyclic" else max(counts)
+    ranks: list[list[int]] = [[] for _ in counts]
+    number = 0
+    while number < sum(counts):
+        for own, count in zip(ranks, counts, strict=True):
+            taken = min(size, count - len(own))
+            own.extend(range(number, number + taken))
+            number += taken
+    return tuple(map(tuple, ranks))
 
 
 def expand_counts(text: str) -> tuple[int, ...]:
@@ -89,7 +103,7 @@ def _check(place: StepPlace, num_tasks: int) -> None:
     own = place.ranks[place.node_rank]
     if place.local_rank >= len(own) or own[place.local_rank] != place.rank:
         raise ClusterddpError(
-            f"task {place.rank} is number {place.local_rank} on node {place.node_rank}, whose tasks in blocks are "
+            f"task {place.rank} is number {place.local_rank} on node {place.node_rank}, whose tasks are "
             f"{', '.join(map(str, own))}",
             hint="srun needs --distribution=block",
         )

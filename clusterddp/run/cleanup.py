@@ -7,8 +7,8 @@ with through a double fork, a new session or the death of its parent, and a pid 
 
 A process that was started with another environment, or has overwritten its own, has no cookie. So ranks, and commands
 beside them, also have a mark: a number in the soft limit RLIMIT_LOCKS, which the kernel passes on to each child and
-which has had no other effect since Linux 2.4.25. It stands for `#<hash of the token>.n2`, since every user may read it.
-A cookie, also another run's, takes precedence over the mark.
+which has had no other effect since Linux 2.4.25. It stands for `#<hash of the token>.<hash of the step>.n2`, since all
+users may read it. A cookie, also another run's, takes precedence over the mark.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from clusterddp.system.processes import Process, find_carriers, find_descendants
 
 _RLIMIT_LOCKS = 10
 """Python has no name for it. Source: include/uapi/asm-generic/resource.h of Linux; no kind of machine has another."""
-_MARKED, _HASH_BITS, _NODE_BITS = 1 << 62, 48, 14
+_MARKED, _RUN_BITS, _STEP_BITS, _NODE_BITS = 1 << 62, 32, 16, 14
 _EMPTY_PASSES = 2
 """A pass over the process table can miss a process during its fork or exec, so one empty pass proves nothing."""
 
@@ -55,15 +55,24 @@ def read_cookie(process: Process) -> str:
 
 
 def hash_token(token: str) -> str:
-    """Return what stands for a token in a mark; a hash stays as it is."""
-    bits = hashlib.sha256(token.encode(errors="surrogateescape")).hexdigest()[: _HASH_BITS // 4]
-    return token if token.startswith("#") else f"#{bits}"
+    """Return what stands for a run's token in a mark; a hash stays as it is."""
+    return token if token.startswith("#") else f"#{_hash(token, _RUN_BITS)}"
 
 
 def hashed(cookie: str) -> str:
-    """Return a cookie, or the beginning of one, with the hash of its token."""
-    token, dot, role = cookie.rpartition(".")
-    return hash_token(token) + dot + role
+    """Return a cookie, or the beginning of one, with the hashes of its token and of its step.
+
+    All that belongs to a run begins with what this returns for `<token>.`, and of its step 3 for `<token>.3.`.
+    """
+    run, dot, rest = cookie.partition(".")
+    if run.startswith("#") or not rest:
+        return hash_token(run) + dot + rest
+    step, _, role = rest.rpartition(".")
+    return f"{hash_token(run)}.{_hash(step, _STEP_BITS)}.{role}"
+
+
+def _hash(text: str, bits: int) -> str:
+    return hashlib.sha256(text.encode(errors="surrogateescape")).hexdigest()[: bits // 4]
 
 
 @contextlib.contextmanager
@@ -72,8 +81,8 @@ def marking(cookie: str | None) -> Iterator[None]:
     soft, hard = resource.getrlimit(_RLIMIT_LOCKS)
     mark = hard
     if cookie is not None:
-        token, _, role = hashed(cookie).rpartition(".")
-        mark = _MARKED | int(token[1:], 16) << _NODE_BITS | int(role[1:]) % (1 << _NODE_BITS)
+        run, step, role = hashed(cookie).split(".")
+        mark = _MARKED | int(run[1:] + step, 16) << _NODE_BITS | int(role[1:]) % (1 << _NODE_BITS)
     with contextlib.suppress(OSError, ValueError):  # the system has set a lower limit
         resource.setrlimit(_RLIMIT_LOCKS, (mark, hard))
     try:
@@ -83,14 +92,15 @@ def marking(cookie: str | None) -> Iterator[None]:
 
 
 def read_mark(pid: int) -> str | None:
-    """Read the mark of a process as a cookie, `#1f0c25e0aa31.n2`; None: it has no mark."""
+    """Read the mark of a process as a cookie, `#1f0c25e0.aa31.n2`; None: it has no mark."""
     try:
         mark = resource.prlimit(pid, _RLIMIT_LOCKS)[0]
     except OSError:
         return None
     if not _MARKED <= mark < 2 * _MARKED:
         return None
-    return f"#{(mark ^ _MARKED) >> _NODE_BITS:0{_HASH_BITS // 4}x}.n{mark % (1 << _NODE_BITS)}"
+    hashes = f"{(mark ^ _MARKED) >> _NODE_BITS:0{(_RUN_BITS + _STEP_BITS) // 4}x}"
+    return f"#{hashes[: _RUN_BITS // 4]}.{hashes[_RUN_BITS // 4 :]}.n{mark % (1 << _NODE_BITS)}"
 
 
 def is_supervising(process: Process) -> bool:

@@ -145,7 +145,7 @@ class RunDir:
     output = Below("output", "The default directory for the results of an entry.")
     tensorboard = Below("tb", "The same figures for TensorBoard.")
     launcher_dir = Below("launcher", "The launcher's own files: submitit's folder, the logs of supervisors.")
-    batch_script = Below("launcher/batch_script", "The batch script that was submitted, byte for byte.")
+    batch_script = Below("launcher/slurm_script", "The batch script as submitted; Slurm gives its copy this name, too.")
     commands = Below("launcher/bin", "What stands before srun, torchrun and the like in the PATH of a batch script.")
     notices = Below(
         "notices", "The messages of `notify` that a process has claimed: an empty file each (run/notices.py)."

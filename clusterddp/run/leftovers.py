@@ -119,7 +119,8 @@ class _Carrier:
 
     @property
     def token(self) -> str:
-        return self.cookie.rpartition(".")[0]
+        """That of the run, without the step."""
+        return self.cookie.partition(".")[0]
 
     @property
     def role(self) -> str:
@@ -135,7 +136,7 @@ def _find_families(only: Collection[str] | None) -> dict[str, list[_Carrier]]:
     tokens = {hash_token(token): token for token in only or ()}
 
     def wanted(cookie: str) -> bool:
-        token, _, role = cookie.rpartition(".")
+        token, _, role = cookie.partition(".")
         return bool(token and role) and (only is None or hash_token(token) in tokens)
 
     found = map(_carrier, find_carriers(COOKIE, wanted, uid=os.getuid(), otherwise=read_mark))

@@ -295,12 +295,13 @@ def read_rank(attempt: AttemptDir, rank: int) -> RankRecord | None:
 
 def log_event(directory: RunDir, kind: str, **facts: Any) -> None:
     """Append an event and its time to the run's history; a failed write is ignored, since no code depends on it."""
+    facts = facts if directory.step is None else {"step": directory.step, **facts}
     with contextlib.suppress(OSError):
         append_jsonl(directory.events, {"time": time.time(), "event": kind, **facts})
 
 
 def read_events(directory: RunDir) -> list[dict[str, Any]]:
-    """Read the history of a run, oldest first, of a very long one its end.
+    """Read the history of a run, or of a step of it, oldest first; of a very long one its end.
 
     A host, or another user, may have written a row: one whose event, attempt or time is none is left out.
     Raises: ClusterddpError: it is no regular file.
@@ -311,6 +312,7 @@ def read_events(directory: RunDir) -> list[dict[str, Any]]:
         if isinstance(row.get("event"), str)
         and isinstance(row.get("attempt"), int | None)
         and isinstance(row.get("time"), int | float | None)
+        and (directory.step is None or row.get("step") == directory.step)
     ]
 
 

@@ -104,6 +104,7 @@ def write_slurm_conf(plan: RackPlan, directory: Path) -> None:
         "gpus": f"Gres=gpu:{plan.gpus_per_host}" if plan.gpus_per_host else "",
         "kill_wait_s": plan.kill_wait_s,
         "min_job_age_s": plan.min_job_age_s,
+        "first_job_id": plan.first_job_id,
         "slurmd_timeout_s": plan.slurmd_timeout_s,
         "requeue_wait_s": plan.requeue_wait_s,
         "preempt_grace_s": plan.preempt_grace_s,

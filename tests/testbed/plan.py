@@ -33,6 +33,7 @@ class RackPlan:
     job_requeue: bool = True
     kill_wait_s: int = 5
     min_job_age_s: int = 300
+    first_job_id: int = 1
     slurmd_timeout_s: int = 10
     requeue_wait_s: int = 5
     """For how long a requeued job is not started again; Slurm takes no less than 5, and 120 by default."""

@@ -350,10 +350,12 @@ def _of(owners: tuple[int, ...]) -> list[str]:
 def scancel(name: str, job_id: str | None, cluster: str | None, environ: Mapping[str, str], *options: str) -> None:
     """Cancel or signal this user's job if it still has this name: Slurm may have reused its id for another job.
 
+    Of one task of an array the name is not compared: scancel 22.05 with a name ends all tasks that wait.
     "Invalid job id" is no error here: the job may have ended since. A busy controller can give that answer for a job
     that exists; the caller waits for the end of the job and so detects it.
     """
-    only = [*_on(cluster), *_of((os.getuid(),)), f"--name={name}", *options]
+    is_task = job_id is not None and "_" in job_id
+    only = [*_on(cluster), *([] if is_task else [*_of((os.getuid(),)), f"--name={name}"]), *options]
     try:
         run_slurm(["scancel", *only, *([job_id] if job_id else [])], environ=environ)
     except SlurmError as error:

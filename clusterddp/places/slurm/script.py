@@ -129,13 +129,14 @@ def first_failure(run: RunDir, attempt: int) -> RankEnd | None:
     It is the first one since the script has started its last step: after an earlier one the script went on.
     """
     failures, last_start = [], 0.0
-    for step in steps_of(run, attempt):
-        directory = step.attempt(attempt)
+    steps = {str(step.step): step.attempt(attempt) for step in steps_of(run, attempt)}
+    for name, directory in steps.items():
         end, record = read_end(directory), read_step(directory)
         last_start = max(last_start, record.started if record else 0.0)
         if end is not None and record is not None and end.outcome == "FAILED" and end.root_cause is not None:
-            line = f", line {record.line}" if record.line else ""
-            where = f"step {step.step} ({record.command[0]}{line})"
+            outer = read_step(steps[record.inside]) if record.inside in steps else None
+            line = record.line or (outer.line if outer else None)
+            where = f"step {name} ({record.command[0]}{f', line {line}' if line else ''})"
             error = f"{where}: {end.root_cause.error or end.reason}"
             failures.append((end.ended, dataclasses.replace(end.root_cause, error=error)))
     last = [failure for failure in failures if failure[0] >= last_start] or failures[-1:]

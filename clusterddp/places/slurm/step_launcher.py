@@ -16,7 +16,8 @@ import os
 import runpy
 import subprocess
 
-_RUNNER = "deepspeed.launcher.launch"
+_DEEPSPEED = "deepspeed.launcher.launch"
+_TORCHRUN = "torch.distributed.run"
 
 
 def main():
@@ -39,9 +40,11 @@ def main():
         insert.patch(facts["name"], target)
     except Exception as error:
         _warn(error)
-    if target == _RUNNER:
-        importlib.import_module(target).main()
-    elif is_module:
+    if target in (_DEEPSPEED, _TORCHRUN):  # whose patched functions `runpy` would define anew
+        module = importlib.import_module(target)
+        sys.argv[0] = module.__file__
+        sys.exit(module.main())
+    if is_module:
         runpy.run_module(target, None, "__main__", True)
     else:
         runpy.run_path(target, None, "__main__")
@@ -54,15 +57,16 @@ class Insert:
         self._facts = facts
         self._command = command
         self._words = None
+        self._line = os.environ.pop("CLUSTERDDP_LINE", "")
 
     def patch(self, name, target):
         """Wrap the function of the launcher that makes or starts the command of its ranks."""
-        if target == _RUNNER:
-            self._patch_popen(importlib.import_module(_RUNNER), self._start_rank)
+        if target == _DEEPSPEED:
+            self._patch_popen(importlib.import_module(_DEEPSPEED), self._start_rank)
         elif name == "deepspeed":
             self._patch_popen(importlib.import_module("deepspeed.launcher.runner"), self._start_launch)
         elif name == "torchrun" or "launch" in (*self._command[:1], target.rpartition(".")[2]):
-            self._patch_torchrun(importlib.import_module("torch.distributed.run"))
+            self._patch_torchrun(importlib.import_module(_TORCHRUN))
 
     def _patch_torchrun(self, run):
         make = run.config_from_args
@@ -87,7 +91,7 @@ class Insert:
         module.subprocess = own
 
     def _start_launch(self, command, *args, **kwargs):
-        if list(command[1:4]) == ["-u", "-m", _RUNNER]:
+        if list(command[1:4]) == ["-u", "-m", _DEEPSPEED]:
             command = [command[0], "-u", __file__, json.dumps(self._facts), *command[2:]]
         return subprocess.Popen(command, *args, **kwargs)
 
@@ -112,8 +116,14 @@ class Insert:
             "rendezvous": " ".join(map(str, rendezvous)),
         }
         try:
-            ask = self._facts["ask"]
-            done = subprocess.run(ask, input=json.dumps(asked).encode(), stdout=subprocess.PIPE, check=True, timeout=90)
+            done = subprocess.run(
+                self._facts["ask"],
+                input=json.dumps(asked).encode(),
+                stdout=subprocess.PIPE,
+                env=dict(os.environ, CLUSTERDDP_LINE=self._line),
+                check=True,
+                timeout=90,
+            )
             return json.loads(done.stdout.decode())
         except Exception as error:
             _warn(error)

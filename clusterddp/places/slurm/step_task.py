@@ -17,6 +17,7 @@ import socket
 import subprocess
 import sys
 import threading
+import tty
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -58,9 +59,11 @@ def main() -> int:
         task = StepTask(run, int(attempt), launcher, program)
     except (ClusterddpError, OSError, ValueError) as error:
         with contextlib.suppress(ClusterddpError, OSError):
-            log_event(run, "step_not_watched", step=step, host=socket.gethostname(), error=str(error))
+            log_event(run, "step_not_watched", host=socket.gethostname(), error=str(error))
         run_plainly(program)
     code = task.serve()
+    for name in _FORWARDED:  # at the first exit code that is not 0 the launcher signals the tasks that still exit
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     return code if code >= 0 else _end_by(-code)
 
 
@@ -130,19 +133,36 @@ class StepTask(Task):
         path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
         environment = {**os.environ, **variables, "PYTHONPATH": path, STEP: str(self._run.step)}
         try:
-            process = _start(self._program, environment)
+            process = self._popen(self._program, environment)
         except OSError as error:  # a rank that ends as it would without us, with Slurm's message
             text = f"error: execve(): {self._program[0]}: {error.strerror}"
-            process = _start(("/bin/sh", "-c", 'echo "$0" >&2; exit "$1"', text, str(error.errno)), environment)
-        for source, target, log in ((process.stdout, 1, order["stdout"]), (process.stderr, 2, order["stderr"])):
-            assert source is not None
-            thread = threading.Thread(target=_copy, args=(source.fileno(), target, Path(log)), daemon=True)
+            process = self._popen(("/bin/sh", "-c", 'echo "$0" >&2; exit "$1"', text, str(error.errno)), environment)
+        for target, log in ((1, order["stdout"]), (2, order["stderr"])):
+            thread = threading.Thread(target=_copy, args=(self._outputs[target], target, Path(log)), daemon=True)
             thread.start()
             self._copies.append(thread)
-        self._process = process  # its pipes stay open as long as it
         for number in self._pending:
             os.kill(process.pid, number)
         return leave_to_reap(process)
+
+    def _popen(self, program: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        """Start a program, whose output goes to pipes; to a terminal where the task has one (`srun --unbuffered`)."""
+        ends = {target: _open_terminal() if os.isatty(target) else os.pipe() for target in (1, 2)}
+        try:
+            with marking(environment[COOKIE]):
+                process = subprocess.Popen(
+                    program,
+                    stdout=ends[1][1],
+                    stderr=ends[2][1],
+                    env=environment,
+                    close_fds=False,  # a launcher's connection, such as PMI_FD, is the program's
+                    preexec_fn=_become_rank,  # noqa: PLW1509  the threads begin afterwards
+                )
+        finally:
+            for _, writer in ends.values():
+                os.close(writer)
+        self._outputs = {target: reader for target, (reader, _) in ends.items()}
+        return process
 
     def on_signal(self, number: int) -> None:
         super().on_signal(number)
@@ -202,16 +222,11 @@ def find_place_of(launcher: str, environ: Mapping[str, str]) -> StepPlace:
     )
 
 
-def _start(program: Sequence[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
-    with marking(environment[COOKIE]):
-        return subprocess.Popen(
-            program,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            env=environment,
-            close_fds=False,  # a launcher's connection, such as PMI_FD, is the program's
-            preexec_fn=_become_rank,  # noqa: PLW1509  the threads begin afterwards
-        )
+def _open_terminal() -> tuple[int, int]:
+    """Open a terminal that changes no byte; return the end to read, and the program's."""
+    reader, writer = os.openpty()
+    tty.setraw(writer)
+    return reader, writer
 
 
 def _copy(source: int, target: int, log: Path) -> None:

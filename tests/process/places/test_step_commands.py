@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.places.slurm.step_command import install_commands
+from clusterddp.places.slurm.step_command import _wrapper_facts, install_commands, launcher_argv
 from clusterddp.run.directory import RunDir
 from clusterddp.run.steps import StepRecord, read_step, steps_of
 
@@ -360,3 +360,100 @@ def test_mpirun_starts_our_task(job: Job) -> None:
         ["--", "python", "-c", "print(1)"],
     )
     assert job.records()[0].command == ("mpirun", "-np", "2", "-x", "A", "-mca", "btl", "tcp")
+
+
+def launch(job: Job, program: list[str], *, step: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run a program in the way in which a task of a step becomes it."""
+    environment = job.environment() | variables
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "environ", environment)
+        argv = launcher_argv(program, RunDir(job.run.path, step=step), 1)
+    assert argv is not None
+    return subprocess.run(argv, env=environment, cwd=job.bin, capture_output=True, text=True, timeout=120, check=False)
+
+
+@pytest.mark.parametrize(
+    "program",
+    [
+        ["python", "-u", "-m", "torch.distributed.run"],
+        ["torchrun"],
+        ["BIN/torchrun"],
+        ["python", "-W", "ignore", "BIN/torchrun"],
+        ["python", "-mtorch.distributed.launch", "--use-env"],
+    ],
+    ids=" ".join,
+)
+def test_a_task_that_is_a_launcher_of_python_has_its_ranks_watched(job: Job, program: list[str]) -> None:
+    program = [word.replace("BIN", str(Path(sys.executable).parent)) for word in program]
+    program += ["--nproc-per-node=1", "--no-python", "trained.py", "x"]
+    done = launch(job, program, step="4", SLURM_STEP_NUM_TASKS="1")
+    assert done.stdout == "trained x\n", done.stderr
+    # This run has no plan, so the task says that it cannot watch, and becomes the program.
+    assert [(event["event"], event["step"]) for event in job.events()] == [("step_not_watched", "4")]
+    assert job.records() == []
+
+
+@pytest.mark.parametrize(
+    "program", [["python", "train.py"], ["python", "-c", "torchrun"], ["python"], ["bash", "-c", "torchrun x"], ["pip"]]
+)
+def test_a_task_that_is_no_launcher_stays_as_it_is(job: Job, program: list[str]) -> None:
+    assert launcher_argv(program, job.run, 1) is None
+
+
+def test_agents_that_meet_are_one_step_and_the_next_meeting_is_another(job: Job) -> None:
+    asked = {
+        "command": ["--nnodes=2"],
+        "program": ["python", "-u", "a.py"],
+        "num_agents": 2,
+        "rendezvous": "c10d a:1 7",
+    }
+    environment = job.environment()
+    facts = json.loads(_wrapper_facts(RunDir(job.run.path, step="9"), 1, "torchrun"))
+    steps = []
+    for host in ("0", "1", "0", "1"):
+        variables = environment | {"SLURM_PROCID": host, "SLURM_STEP_NUM_TASKS": "1"}
+        done = subprocess.run(
+            facts["ask"], input=json.dumps(asked), env=variables, capture_output=True, text=True, timeout=60, check=True
+        )
+        steps.append(json.loads(done.stdout)[-2])
+    assert steps == ["0", "0", "1", "1"]
+    assert [record.command for record in job.records()] == [("torchrun", "--nnodes=2")] * 2
+
+
+DEEPSPEED_RUNNER = """import subprocess, sys
+def main():
+    command = [sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--world_info=x", *sys.argv[1:]]
+    sys.exit(subprocess.Popen(command).wait())
+"""
+DEEPSPEED_LAUNCH = """import os, subprocess, sys
+def main():
+    processes = []
+    for rank in range(2):
+        environment = dict(os.environ, RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", CROSS_SIZE="1")
+        command = [sys.executable, "-u", sys.argv[2], f"--local_rank={rank}", *sys.argv[3:]]
+        processes.append(subprocess.Popen(command, env=environment))
+    sys.exit(max(process.wait() for process in processes))
+if __name__ == "__main__":
+    main()
+"""
+
+
+def test_ranks_of_deepspeed_are_the_same_as_without_us(job: Job, tmp_path: Path) -> None:
+    # DeepSpeed is a fake here: the two loops of its runner.py and launch.py, which start processes.
+    package = tmp_path / "packages" / "deepspeed" / "launcher"
+    package.mkdir(parents=True)
+    for name in (package.parent / "__init__.py", package / "__init__.py"):
+        name.write_text("")
+    (package / "runner.py").write_text(DEEPSPEED_RUNNER)
+    (package / "launch.py").write_text(DEEPSPEED_LAUNCH)
+    job.add_command(
+        "deepspeed",
+        f"#!{sys.executable}\nfrom deepspeed.launcher.runner import main\nif __name__ == '__main__':\n    main()\n",
+    )
+    job.environ["PYTHONPATH"] = str(package.parents[1])
+    (tmp_path / "rank.py").write_text(RANK)
+    text = f"deepspeed {tmp_path}/rank.py --lr 'a b'\necho $?"
+    plain, ours = job.bash(text, ours=False), job.bash(text)
+    assert sorted(ours.stdout.splitlines()) == sorted(plain.stdout.splitlines()), ours.stderr
+    (record,) = job.records()
+    assert (record.command[0], record.program[-3:]) == ("deepspeed", ("--local_rank=0", "--lr", "a b"))

@@ -66,3 +66,10 @@ def test_the_tasks_of_an_array_under_other_names_are_the_sweeps(person: SlurmPer
     assert [person.status(run)["state"] for run in sweep.runs()] == ["PENDING"] * 3
     assert person.clusterddp("cancel", sweep.name).returncode == 0
     assert [job for job in person.queue() if job.startswith(f"{array}_")] == []
+
+
+def test_a_task_that_waits_is_cancelled_alone(person: SlurmPerson) -> None:
+    sweep = person.submit_sweep("env.X=1,2,3")
+    first, second, third = sweep.runs()
+    assert person.clusterddp("cancel", second.name).returncode == 0
+    assert [person.status(run)["state"] for run in (first, second, third)] == ["PENDING", "CANCELLED", "PENDING"]

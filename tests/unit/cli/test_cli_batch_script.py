@@ -138,6 +138,12 @@ def test_submit_of_a_run_takes_the_file_as_it_is_now_or_else_the_runs_copy(
     assert RunDir(Path("runs", said.out.strip())).batch_script.read_bytes() == SCRIPT + b"# later\n"
 
 
+def test_a_value_for_sbatch_may_have_commas_and_brackets(sbatch: Sbatch) -> None:
+    values = ("mail_type=END,FAIL", "nodelist=[n1-2]", 'gres="gpu:1,tmp:2"')
+    assert main(["submit", "train.slurm", *(f"slurm.{value}" for value in values)]) == 0
+    assert {"--mail-type=END,FAIL", "--nodelist=[n1-2]", "--gres=gpu:1,tmp:2"} < set(sbatch.options)
+
+
 def test_each_task_of_an_array_is_a_run_with_its_number(sbatch: Sbatch, capfd: pytest.CaptureFixture[str]) -> None:
     Path("train.slurm").write_bytes(b"#!/bin/sh\n#SBATCH --array=1,5-9:2%3\necho\n")
     assert main(["submit", "train.slurm", "--", "x"]) == 0

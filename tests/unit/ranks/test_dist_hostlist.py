@@ -119,7 +119,7 @@ def test_the_step_counts_before_the_job():
         ({"SLURM_STEP_NUM_TASKS": "4"}, "3 tasks on the nodes, 4 in the step"),
         ({"SLURM_STEP_NODELIST": "node1"}, "the step's 1 hosts are node1, but tasks per node are given for 2"),
         ({"SLURM_NODEID": "2"}, "node 2 of a step with 2 hosts"),
-        ({"SLURM_PROCID": "1"}, "task 1 is number 0 on node 1, whose tasks in blocks are 2"),
+        ({"SLURM_PROCID": "1"}, "task 1 is number 0 on node 1, whose tasks are 2"),
         ({"SLURM_PROCID": ""}, "SLURM_PROCID is not set"),
         ({"SLURM_LOCALID": "first"}, "SLURM_LOCALID is 'first', a number is expected"),
     ],

@@ -16,10 +16,11 @@ import pytest
 from clusterddp.node.head import may_look_for_file
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, write_end
-from clusterddp.run.cleanup import end_processes, find_processes, marking
+from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, marking
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.gang import Entry
+from clusterddp.run.leftovers import find_runs
 from clusterddp.run.record import ProcessIdentity, RankEnd, RunRecord, write_run
 from clusterddp.run.state import RunState
 from clusterddp.run.stop import looking_at, request_stop
@@ -306,6 +307,23 @@ def test_a_process_without_a_cookie_is_found_by_the_mark_of_its_node_and_run(tok
         assert (node_20.wait(5), stranger.poll()) == (-9, None)
     finally:
         for process in (node_2, node_20, stranger):
+            process.kill()
+            process.wait()
+
+
+def test_the_cleanup_of_a_step_spares_other_steps_and_that_of_the_run_finds_them_all(token: str) -> None:
+    marked = [start_marked(f"{token}.{role}") for role in ("n0", "1.n0", "10.n0", "1.1.n0")]
+    of_run, _, step_10, round_1 = marked
+    try:
+        assert end_processes(f"{token}.1.n0", timeout_s=5) == []
+        assert [process.poll() for process in marked] == [None, -9, None, None]
+        assert {found.pid for found in find_processes(f"{token}.")} == {of_run.pid, step_10.pid, round_1.pid}
+        assert [run.token for run in find_runs(only=[token])] == [token]
+        assert len(find_runs(only=[token])[0].processes) == 3
+        assert end_run_here(token)[1] == []
+        assert [process.wait(5) for process in marked] == [-9] * 4
+    finally:
+        for process in marked:
             process.kill()
             process.wait()
 

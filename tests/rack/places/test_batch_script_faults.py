@@ -1,0 +1,166 @@
+"""What breaks under an unchanged batch script, on a real Slurm: its step's cause is named, and nothing is left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from clusterddp.run.directory import RunDir
+from tests.support.gang_runs import processes_with
+from tests.support.slurm_person import SlurmPerson
+from tests.support.waiting import wait_until
+from tests.testbed.plan import HEAD, SYSTEM_PATH, RackPlan
+from tests.testbed.rack import Rack, running_rack
+
+pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.usefixtures("needs_rack")]
+
+SRUN = """\
+#!/bin/bash
+#SBATCH -N2 --ntasks-per-node=2 {options}
+srun hostname
+srun python train.py
+echo "ended $?"
+"""
+TORCHRUN = """\
+#!/bin/bash
+#SBATCH -N2 --ntasks-per-node=1 {options}
+export HEAD_NODE=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
+srun hostname
+srun torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29777 train.py
+echo "ended $?"
+"""
+FORMS = {"srun": SRUN, "torchrun": TORCHRUN}
+LINES = {"srun": 4, "torchrun": 5}
+TRAIN = """\
+import os, signal, time
+rank = int(os.environ["RANK"])
+with open(f"up-{rank}-{os.environ.get('SLURM_RESTART_COUNT', '0')}", "w") as file:
+    file.write(str(os.getpid()))
+while not os.path.exists("go"):
+    time.sleep(0.05)
+how = open("go").read()
+if how == "end":
+    raise SystemExit
+if rank == 3 and how == "raise":
+    raise ValueError("no such label")
+if rank == 3 and how == "kill":
+    os.kill(os.getpid(), signal.SIGKILL)
+while True:
+    time.sleep(0.05)
+"""
+
+
+@pytest.fixture(params=FORMS)
+def form(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture
+def own_rack(needs_rack: None) -> Iterator[Rack]:
+    """A rack for tests that break it."""
+    with running_rack(RackPlan(slurmd_timeout_s=20, debian_hosts=False)) as rack:
+        yield rack
+
+
+def start(rack: Rack, form: str, name: str, options: str = "") -> tuple[SlurmPerson, RunDir]:
+    """Submit the script and wait until its four ranks are up."""
+    person = SlurmPerson.at(rack, f"{name}-{form}")
+    person.environ["PATH"] = f"{Path(sys.executable).parent}:{SYSTEM_PATH}"
+    (person.path / "train.py").write_text(TRAIN)
+    (person.path / "job.slurm").write_text(FORMS[form].format(options=options))
+    answer = json.loads(person.clusterddp("submit", "job.slurm", "-o", "json").stdout)
+    run = RunDir(Path(answer["run_dir"]))
+    await_up(person)
+    return person, run
+
+
+def await_up(person: SlurmPerson, start_number: int = 0) -> None:
+    ready = [person.path / f"up-{rank}-{start_number}" for rank in range(4)]
+    wait_until(lambda: all(path.exists() for path in ready), 60, what=person.queue)
+
+
+def output(person: SlurmPerson) -> str:
+    return "".join(path.read_text() for path in person.path.glob("slurm-*.out"))
+
+
+def await_end(person: SlurmPerson, run: RunDir) -> dict[str, Any]:
+    """Wait until the run has ended and nothing of it is left; return its status."""
+    ends = {"FAILED", "COMPLETED", "CANCELLED", "STOPPED", "TIMEOUT"}
+    status = person.await_status(run, lambda seen: seen["state"] in ends)
+    token = person.record(run).token
+    wait_until(lambda: not processes_with(f"CLUSTERDDP_COOKIE={token}"), 20, what=lambda: person.processes(run))
+    wait_until(lambda: person.queue() == [], 60)
+    print(output(person), json.dumps(status, indent=1))
+    return status
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "words"),
+    [("raise", 1, "ValueError: no such label"), ("kill", 137, "was killed by SIGKILL")],
+)
+def test_a_rank_that_fails_is_named_with_the_line_of_its_step(
+    rack: Rack, form: str, how: str, code: int, words: str
+) -> None:
+    person, run = start(rack, form, how)
+    (person.path / "go").write_text(how)
+    status = await_end(person, run)
+    cause = status["root_cause"]
+    assert (status["state"], cause["rank"], cause["exit_code"]) == ("COMPLETED", 3, code)
+    assert words in cause["error"]
+    assert f"line {LINES[form]}" in person.clusterddp("status", run.name).stdout
+    assert "ended 0" not in output(person)
+
+
+def test_a_supervisor_that_is_killed_ends_its_step_and_is_named(rack: Rack, form: str) -> None:
+    person, run = start(rack, form, "supervisor")
+    token = person.record(run).token
+    found = [pid for pid, _ in processes_with(f"CLUSTERDDP_COOKIE={token}.") if role_of(pid).endswith(".s1")]
+    os.kill(found[0], signal.SIGKILL)
+    cause = await_end(person, run)["root_cause"]
+    assert "supervisor of node 1" in cause["error"]
+    assert "was killed" in cause["error"]
+
+
+def role_of(pid: int) -> str:
+    """Return the cookie of a process: the run, its step and what the process is."""
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return next(word.decode() for word in variables if word.startswith(b"CLUSTERDDP_COOKIE="))
+
+
+def test_scancel_ends_the_step_and_leaves_nothing(rack: Rack, form: str) -> None:
+    person, run = start(rack, form, "scancel")
+    rack.run(HEAD, ["scancel", person.queue()[0].split()[0]])
+    assert await_end(person, run)["state"] == "CANCELLED"
+
+
+def test_the_time_limit_ends_the_step_and_is_the_reason(rack: Rack, form: str) -> None:
+    person, run = start(rack, form, "limit", "--time=1")
+    status = await_end(person, run)
+    assert "time limit" in json.dumps(status)
+    assert status["state"] == "FAILED"
+
+
+def test_a_preempted_job_starts_again_as_the_next_attempt(own_rack: Rack, form: str) -> None:
+    person, run = start(own_rack, form, "preempted", "--requeue --open-mode=append --mem=1000")
+    other = own_rack.run(HEAD, ["sbatch", "--parsable", "-phigh", "-N4", "--exclusive", "--wrap", "sleep 5"])
+    assert other.stdout.strip()
+    await_up(person, 1)
+    (person.path / "go").write_text("end")
+    status = await_end(person, run)
+    assert (status["state"], len(run.attempts())) == ("COMPLETED", 2)
+    assert "ended 0" in output(person)
+
+
+def test_a_node_that_loses_power_is_named(own_rack: Rack, form: str) -> None:
+    person, run = start(own_rack, form, "power", "--no-requeue")
+    own_rack.power_off("node2")
+    status = await_end(person, run)
+    assert status["state"] == "FAILED"
+    assert "node2" in json.dumps(status["root_cause"])
