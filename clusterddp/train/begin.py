@@ -184,6 +184,8 @@ def log_setup(state: TrainState, setting: Setting) -> None:
         gpus = torch.cuda.device_count() if group.device.type == "cuda" else 0
         idle = f"one {group.device.type} device, so there is nothing to share out"
         setting.reporter.log(f"strategy dp: {f'DataParallel over {gpus} GPUs' if gpus > 1 else idle}")
+    if state.exchange.transport:
+        setting.reporter.log(f"gradients go through {state.exchange.transport}")
     if not state.exchange.exact:
         setting.reporter.log(f"ranks exchange by {state.exchange.label}: results are not those of comm: exact")
     if state.exchange.own_gradient and schedule.own_gradient_share != 1:

@@ -28,6 +28,8 @@ class RankVariables:
     """The backend that carries gradients: nccl or gloo."""
     device: str | None = None
     """cuda or cpu, for gloo carries gradients of GPUs, too; None: a GPU with nccl, the CPU with gloo."""
+    on_one_host: bool = False
+    """Whether all ranks are on this host, by LOCAL_WORLD_SIZE."""
     init_method: str = "env://"
     """The rendezvous of the ranks."""
     gpu: int | None = None
@@ -43,6 +45,7 @@ class RankVariables:
             world_size=int(environ.get("WORLD_SIZE", "1")),
             backend=backend,
             device=environ.get(DEVICE),
+            on_one_host=environ.get("LOCAL_WORLD_SIZE", "0") == environ.get("WORLD_SIZE", "1"),
             init_method=environ.get(INIT_METHOD, "env://"),
             gpu=int(environ[GPU]) if environ.get(GPU) else None,
         )

@@ -1,13 +1,15 @@
 """How ranks exchange gradients or weights: what an exchange is, and the modes that `train.comm` names.
 
-exact is torch's DistributedDataParallel; bf16 sends half the bytes; local:H lets each rank take steps of its own. A
-training step calls `scope` and `after_step`, and code that reads the model of all ranks calls `averaged`.
+exact is torch's DistributedDataParallel, or on CPUs of one host memory that all ranks see; bf16 sends half the bytes;
+local:H lets each rank take steps of its own. A training step calls `scope`, `after_backward` and `after_step`, and code
+that reads the model of all ranks calls `averaged`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import inspect
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, chain
@@ -24,7 +26,9 @@ from clusterddp.train.group import (
     averaged_tensors,
     broadcast_model,
     mean_over_ranks,
+    min_over_ranks,
 )
+from clusterddp.train.host import shared_file
 from clusterddp.train.optim import optimizer_tensors
 
 _BF16_BUCKET_MB = 4
@@ -42,7 +46,8 @@ def build_exchange(comm: str, model: nn.Module, group: Group, *, optimizer: torc
         return Exchange(model, group)
     mode, _, number = comm.partition(":")
     if mode == "exact":
-        return DdpExchange(model, group)
+        memory = share_memory(model, group)
+        return DdpExchange(model, group) if memory is None else SharedMemory(model, group, memory)
     if mode == "bf16":
         return Bf16Exchange(model, group)
     if mode == "local":
@@ -56,13 +61,15 @@ def build_exchange(comm: str, model: nn.Module, group: Group, *, optimizer: torc
 class Exchange:
     """The exchange of a single rank, which sends nothing; the exchanges of several ranks derive from it.
 
-    A step calls it in this order: `scope` around each micro-batch, (the optimizer), `after_step`.
+    A step calls it in this order: `scope` around each micro-batch, `after_backward`, (the optimizer), `after_step`.
     """
 
     label = "exact"
     """The mode as the spec writes it: exact, bf16, local:H."""
     exact = True
     """Whether training equals that of a single rank with the batches of all ranks."""
+    transport = ""
+    """What carries the gradients, where it is not the process group."""
     drifts = False
     """Whether weights differ between ranks within an epoch; their running mean then always differs."""
     own_gradient = False
@@ -83,6 +90,9 @@ class Exchange:
     def scope(self, *, now: bool) -> AbstractContextManager[None]:
         """Wrap a micro-batch's forward and backward pass; `now`: it is the step's last one."""
         return contextlib.nullcontext()
+
+    def after_backward(self) -> None:
+        """Act when the gradients of a step are complete, before the optimizer uses them."""
 
     def after_step(self, steps_done: int, *, epoch_ends: bool) -> None:
         """Act when the weights have moved. `epoch_ends`: it was the last step of the epoch, or of the run."""
@@ -181,6 +191,75 @@ def _mean_in_bf16(gradients: Tensor, group: Group) -> torch.futures.Future[Tenso
     assert summed is not None
     mean: torch.futures.Future[Tensor] = summed.get_future().then(lambda done: gradients.copy_(done.value()[0]))
     return mean
+
+
+class SharedMemory(Exchange):
+    """Exact: each rank copies its gradients into shared memory, and computes the mean of its share of them for all.
+
+    Each rank computes on its own cores, so sending cannot overlap with computation; the cost is the number of copies of
+    a gradient. Through gloo's sockets it is copied into the kernel and out again, twice.
+    """
+
+    transport = "memory that all ranks see"
+
+    def __init__(self, model: nn.Module, group: Group, memory: Tensor) -> None:
+        """Rank 0's parameters replace those of all ranks. `memory`: from `share_memory`."""
+        super().__init__(model, group)
+        broadcast_model(model, group)
+        self._trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        own, mean = memory[group.rank], memory[-1]
+        self._own, self._mean = _views(own, self._trained), _views(mean, self._trained)
+        length = -(-memory.shape[1] // group.world_size)
+        share = slice(group.rank * length, (group.rank + 1) * length)
+        self._shares, self._mean_of_shares = memory[:-1, share], mean[share]
+
+    def after_backward(self) -> None:
+        """Make every gradient the mean over the ranks; it is shared by all ranks, so nothing may write into it."""
+        torch._foreach_copy_(self._own, [each.grad for each in self._trained if each.grad is not None])
+        dist.barrier(group=self._group.control)
+        torch.sum(self._shares, dim=0, out=self._mean_of_shares).div_(self._group.world_size)
+        dist.barrier(group=self._group.control)
+        for parameter, mean in zip(self._trained, self._mean, strict=True):
+            parameter.grad = mean
+
+
+def share_memory(model: nn.Module, group: Group) -> Tensor | None:
+    """Map memory for the gradients of `model` that all ranks see: float32, [ranks + 1, values].
+
+    None on every rank where one of them cannot: the ranks are on several hosts or on GPUs, or processes are hidden
+    from each other. The memory has no name, and goes with the last rank.
+    """
+    if not group.on_one_host or group.device.type != "cpu":
+        return None
+    if not group.host_ranks or min_over_ranks(len(group.host_ranks), group) < group.world_size:
+        return None
+    values = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
+    size = (group.world_size + 1) * values
+    with shared_file(group, "clusterddp-gradients", num_bytes=4 * size) as (_, path):
+        mapped = _map(path, size)
+        all_mapped = min_over_ranks(mapped is not None, group)
+    return None if mapped is None or not all_mapped else mapped.view(group.world_size + 1, values)
+
+
+def _map(path: str, size: int) -> Tensor | None:
+    """Map a file of `size` float32; None where it has not that size, or cannot be opened."""
+    try:
+        if (
+            os.stat(path).st_size != 4 * size
+        ):  # else torch makes it larger: a lack of memory would be a signal in a step
+            return None
+        return torch.from_file(path, shared=True, size=size, dtype=torch.float32)
+    except (OSError, RuntimeError):
+        return None
+
+
+def _views(flat: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Cut `flat` [values] into tensors of the parameters' shapes, each laid out in memory as its parameter is."""
+    pieces = torch.split(flat, [parameter.numel() for parameter in parameters])
+    return [
+        piece.as_strided(parameter.shape, parameter.stride(), piece.storage_offset())
+        for piece, parameter in zip(pieces, parameters, strict=True)
+    ]
 
 
 class LocalSteps(Exchange):

@@ -39,6 +39,7 @@ class Group:
     rank: int
     world_size: int
     device: torch.device
+    on_one_host: bool = False
     control: dist.ProcessGroup | None = None
     """A gloo group over the CPU for small messages beside the gradients; None for a single rank."""
     host_ranks: tuple[int, ...] = ()
@@ -72,7 +73,8 @@ def join_group(variables: RankVariables) -> Group:
     """
     group = Group(rank=variables.rank, world_size=variables.world_size, device=choose_device(variables))
     if variables.world_size > 1:
-        group = replace(group, control=_meet(variables, group.device))
+        control = _meet(variables, group.device)
+        group = replace(group, on_one_host=variables.on_one_host, control=control)
     # The number of this boot of the host and of this process's pid namespace.
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")
     hosts = group.gather((int(boot, 16) ^ os.stat("/proc/self/ns/pid").st_ino) & (2**62 - 1))

@@ -25,17 +25,21 @@ _RETURNED_FROM_BYTES = 1 << 20
 
 
 @contextlib.contextmanager
-def shared_file(group: Group, name: str) -> Iterator[tuple[int, str]]:
+def shared_file(group: Group, name: str, *, num_bytes: int = 0) -> Iterator[tuple[int, str]]:
     """Make a file without a name in the memory of each host; yield its descriptor, and a path that opens it.
 
-    The path is that of the first rank's file; where processes are hidden, other ranks cannot open it. It exists until
-    every rank has left the `with`, which all of them must enter.
+    The path is that of the first rank's file, which has `num_bytes`, or none where the memory is too small; where
+    processes are hidden, other ranks cannot open it. It exists until every rank has left the `with`, which all of
+    them must enter.
     """
     if hasattr(os, "memfd_create"):
         own = os.memfd_create(name)
     else:  # a Python built for an old C library
         own = os.open("/dev/shm", os.O_TMPFILE | os.O_EXCL | os.O_RDWR, 0o600)  # noqa: S108 - it has no name there
     try:
+        if num_bytes and group.host_index == 0:
+            with contextlib.suppress(OSError):
+                os.posix_fallocate(own, 0, num_bytes)
         first = group.host_ranks[0]
         yield own, f"/proc/{group.pids[first]}/fd/{group.gather(own)[first]}"
         group.gather(0)

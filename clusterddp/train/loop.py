@@ -97,6 +97,7 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: T
             loss = cross_entropy(logits.float(), labels, label_smoothing=spec.label_smoothing) / spec.accumulate
             loss.backward()  # type: ignore[no-untyped-call]
         window.add(loss.detach(), logits.detach(), labels)
+    state.exchange.after_backward()
     record("wait_end")
     state.optimizer.step()
     window.steps += 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import multiprocessing
 import os
@@ -49,7 +50,14 @@ class Gang:
 
     def __init__(self) -> None:
         self._ranks: list[tuple[Any, Connection]] = []
+        self._on_one_host = False
         self._directory = tempfile.TemporaryDirectory(prefix="gang-")
+
+    def on_one_host(self) -> Gang:
+        """Return the same ranks, which know that they share a host: gradients go through memory that all see."""
+        other = copy.copy(self)
+        other._on_one_host = True
+        return other
 
     def run(self, world_size: int, function: Callable[..., Any], *args: Any) -> list[Any]:
         """Call `function(group, *args)` on every rank of a new group; return the answers by rank."""
@@ -62,6 +70,7 @@ class Gang:
                 local_rank=rank,
                 world_size=world_size,
                 backend="gloo",
+                on_one_host=self._on_one_host,
                 init_method=meeting,
             )
             pipe.send((place, function, args))

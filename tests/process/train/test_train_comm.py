@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import io
+import itertools
+import os
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_jsonl
+from clusterddp.train import exchange as exchanges
 from clusterddp.train.begin import begin
-from clusterddp.train.exchange import LocalSteps, build_exchange
+from clusterddp.train.exchange import LocalSteps, SharedMemory, _map, build_exchange, share_memory
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train, train_epoch
 from clusterddp.train.main import summarise
 from clusterddp.train.state import tensors_sha256
-from tests.support.train_gang import Gang, make_run, one_rank, outcome, settle, train_once
+from tests.support.train_gang import Gang, make_run, one_rank, open_gang, outcome, settle, train_once
 
 MODES = ["exact", "bf16", "local:4"]
 PLAIN = {"momentum": 0.0, "nesterov": False, "max_steps": 6}
@@ -323,3 +328,49 @@ def test_a_single_rank_is_exact_whatever_the_mode(tmp_path: Path) -> None:
         "exact",
         True,
     )
+
+
+# -- memory that all ranks see
+
+
+def maps(group: Group, blind: int) -> bool:
+    """Try to share memory, while rank `blind` cannot open rank 0's file."""
+    if group.rank == blind:
+        with mock.patch.object(exchanges, "_map", lambda path, size: _map("/proc/self/fd/none", size)):
+            return share_memory(nn.Linear(3, 5), group) is not None
+    return share_memory(nn.Linear(3, 5), group) is not None
+
+
+def test_memory_is_shared_by_all_ranks_or_by_none(gang_on_one_host: Gang) -> None:
+    assert [gang_on_one_host.run(3, maps, blind) for blind in (-1, 0, 2)] == [[True] * 3, [False] * 3, [False] * 3]
+
+
+def maps_without_memfd(group: Group) -> list[float]:
+    with mock.patch.object(os, "memfd_create", create=True):
+        del os.memfd_create
+        memory = share_memory(nn.Linear(3, 5), group)
+    assert memory is not None
+    memory[group.rank, :] = group.rank + 1.0
+    dist.barrier()
+    return memory.sum(dim=1).tolist()
+
+
+def test_memory_is_shared_where_python_knows_no_memfd(gang_on_one_host: Gang) -> None:
+    assert gang_on_one_host.run(2, maps_without_memfd) == [[20.0, 40.0, 0.0]] * 2
+
+
+def what_is_open(group: Group, path: Path) -> list[str]:
+    """Begin to train; return which shared memory is mapped, and which is still open as a file."""
+    setting = settle(group, path)
+    state = begin(setting)
+    mapped = [line.split()[-2:] for line in Path("/proc/self/maps").read_text().splitlines() if "memfd" in line]
+    opened = [each for each in map(os.path.realpath, Path("/proc/self/fd").iterdir()) if "memfd" in each]
+    setting.reporter.close()
+    assert isinstance(state.exchange, SharedMemory)
+    return [*itertools.chain(*mapped), *opened]
+
+
+def test_what_is_shared_has_no_name_and_no_open_file(tmp_path: Path) -> None:
+    with open_gang() as fresh:  # ranks that have mapped nothing else yet
+        found = fresh.on_one_host().run(2, what_is_open, make_run(tmp_path / "run"))
+    assert found == [["/memfd:clusterddp-gradients", "(deleted)"]] * 2

@@ -51,9 +51,11 @@ def train_with_slots(group: Group, path: Path, at_once: int | None) -> dict[str,
 
 
 @pytest.mark.parametrize("at_once", [1, 2])
-def test_ranks_that_share_a_compute_slot_come_to_the_same_weights(gang: Gang, tmp_path: Path, at_once: int) -> None:
-    together = gang.run(4, train_with_slots, tmp_path / "together", None)
-    in_slots = gang.run(4, train_with_slots, tmp_path / "slots", at_once)
+def test_ranks_that_share_a_compute_slot_come_to_the_same_weights(
+    either_gang: Gang, tmp_path: Path, at_once: int
+) -> None:
+    together = either_gang.run(4, train_with_slots, tmp_path / "together", None)
+    in_slots = either_gang.run(4, train_with_slots, tmp_path / "slots", at_once)
     for name in ("params", "buffers", "momentum", "accuracy"):
         assert [each[name] for each in in_slots] == [each[name] for each in together]
     assert in_slots[0]["description"].startswith(f"4 ranks share {at_once} core")
@@ -90,12 +92,12 @@ def load_and_hash(group: Group, train: dict[str, Any]) -> tuple[str, bool, str]:
 
 
 @pytest.mark.parametrize("dataset", ["random", "folder"])
-def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(gang: Gang, tmp_path: Path, dataset: str) -> None:
+def test_the_ranks_of_a_host_see_one_copy_of_the_data_set(either_gang: Gang, tmp_path: Path, dataset: str) -> None:
     write_folder(tmp_path, sizes=[(50, 40)])
     train = {"dataset": dataset, "data_dir": str(tmp_path), "image_size": 32, "samples": 4}
-    ((digest, shared, facts),) = gang.run(1, load_and_hash, train)
+    ((digest, shared, facts),) = either_gang.run(1, load_and_hash, train)
     assert not shared
-    assert gang.run(3, load_and_hash, train) == [(digest, True, facts)] * 3
+    assert either_gang.run(3, load_and_hash, train) == [(digest, True, facts)] * 3
 
 
 def test_a_rank_alone_shares_nothing() -> None:
@@ -112,8 +114,8 @@ def slots_of_bound_ranks(group: Group) -> str:
 
 
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
-def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(gang: Gang) -> None:
-    assert gang.run(2, slots_of_bound_ranks) == ["", ""]
+def test_ranks_that_are_bound_to_cores_of_their_own_do_not_wait_for_each_other(either_gang: Gang) -> None:
+    assert either_gang.run(2, slots_of_bound_ranks) == ["", ""]
 
 
 def test_a_pass_without_gradients_holds_no_slot() -> None:

@@ -31,26 +31,26 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
 
 @pytest.mark.parametrize("model", ["fastnet", "resnet18"])
 def test_two_ranks_equal_one_rank_that_accumulates_twice_to_the_last_bit(
-    gang: Gang, tmp_path: Path, model: str
+    either_gang: Gang, tmp_path: Path, model: str
 ) -> None:
     options = {"model": model, "batch_size": 8, "max_steps": 4, "samples": 80}
-    two = gang.run(2, trained_parameters, make_run(tmp_path / "two"), options)
-    one = gang.run(1, trained_parameters, make_run(tmp_path / "one"), options | {"accumulate": 2})
+    two = either_gang.run(2, trained_parameters, make_run(tmp_path / "two"), options)
+    one = either_gang.run(1, trained_parameters, make_run(tmp_path / "one"), options | {"accumulate": 2})
     assert largest_difference(two[0], two[1]) == 0.0
     assert largest_difference(two[0], one[0]) == 0.0
 
 
-def test_three_ranks_equal_one_rank_that_accumulates_thrice(gang: Gang, tmp_path: Path) -> None:
-    three = gang.run(3, trained_parameters, make_run(tmp_path / "three"), {"max_steps": 4})
-    one = gang.run(1, trained_parameters, make_run(tmp_path / "one"), {"max_steps": 4, "accumulate": 3})
+def test_three_ranks_equal_one_rank_that_accumulates_thrice(either_gang: Gang, tmp_path: Path) -> None:
+    three = either_gang.run(3, trained_parameters, make_run(tmp_path / "three"), {"max_steps": 4})
+    one = either_gang.run(1, trained_parameters, make_run(tmp_path / "one"), {"max_steps": 4, "accumulate": 3})
     assert largest_difference(three[0], three[2]) == 0.0
     assert largest_difference(three[0], one[0]) <= 1e-6
 
 
-def test_ranks_that_accumulate_too_equal_one_rank(gang: Gang, tmp_path: Path) -> None:
+def test_ranks_that_accumulate_too_equal_one_rank(either_gang: Gang, tmp_path: Path) -> None:
     options = {"max_steps": 4, "accumulate": 2}
-    two = gang.run(2, trained_parameters, make_run(tmp_path / "two"), options)
-    one = gang.run(1, trained_parameters, make_run(tmp_path / "one"), options | {"accumulate": 4})
+    two = either_gang.run(2, trained_parameters, make_run(tmp_path / "two"), options)
+    one = either_gang.run(1, trained_parameters, make_run(tmp_path / "one"), options | {"accumulate": 4})
     assert largest_difference(two[0], one[0]) <= 1e-6
 
 
@@ -97,9 +97,9 @@ def test_a_run_stopped_anywhere_goes_on_to_the_same_bits(gang: Gang, tmp_path: P
     assert where == set(range(whole[0]["step"] + 1))
 
 
-def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(gang: Gang, tmp_path: Path) -> None:
-    (whole,), _ = gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], {})
-    *stopped, last = gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [0, 3, 4, 4], {})[0]
+def test_a_run_stopped_again_and_again_goes_on_to_the_same_bits(either_gang: Gang, tmp_path: Path) -> None:
+    (whole,), _ = either_gang.run(2, stop_and_resume, make_run(tmp_path / "whole"), [], {})
+    *stopped, last = either_gang.run(2, stop_and_resume, make_run(tmp_path / "cut"), [0, 3, 4, 4], {})[0]
     assert [result["finished"] for result in stopped] == [False] * 4
     assert [result["step"] for result in stopped] == sorted(result["step"] for result in stopped)
     assert last == whole
