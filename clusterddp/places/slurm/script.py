@@ -147,7 +147,7 @@ def _await_answer(run: RunDir, record: RunRecord, start: JobStart) -> RunRecord:
     """Wait for the id that sbatch has answered, by which the job knows that it is the newest of the run."""
     deadline = time.monotonic() + _ANSWER_S
     while record.job_id is None and time.monotonic() < deadline:
-        time.sleep(0.1)
+        time.sleep(0.02)
         record = read_run(run)
     return record
 

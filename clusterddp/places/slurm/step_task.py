@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.hostlist import expand
-from clusterddp.network.interface import LOOPBACK_ADDRESS
+from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, interface_towards, is_loopback
 from clusterddp.node.processes import leave_to_reap
 from clusterddp.places.slurm.step_command import launcher_argv
 from clusterddp.places.slurm.task import Task, read_plan_file
@@ -32,7 +32,8 @@ from clusterddp.ranks.environment import COOKIE, ERROR_FILE, NCCL_VARIABLES, PLA
 from clusterddp.ranks.launched import find_place
 from clusterddp.ranks.slurm_step import StepPlace, read_place
 from clusterddp.run.cleanup import marking
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import RunDir, make_attempt_dirs
+from clusterddp.run.gang import Gang
 from clusterddp.run.record import log_event
 from clusterddp.run.steps import next_round
 from clusterddp.system.files import open_log, write_json
@@ -124,7 +125,41 @@ class StepTask(Task):
         on_one_machine = os.environ.get("SLURM_LAUNCH_NODE_IPADDR") == LOOPBACK_ADDRESS  # without Slurm
         return (own,) if own and not on_one_machine else super().find_heads()
 
+    def begin(self, gang: dict[str, Any]) -> None:
+        """Start the program at once where its ranks have their rendezvous: it imports while the supervisors meet."""
+        if not all(self.master.values()):
+            return
+        place, attempt = self._place, self._run.attempt(self._attempt)
+        with contextlib.suppress(ClusterddpError, ValueError):  # the head chooses then
+            ranks = Gang.from_json(gang | {"interface": gang.get("interface") or self._find_interface()})
+            variables = ranks.variables_of(
+                place.rank,
+                run_dir=str(self._run.path),
+                attempt=self._attempt,
+                step=self._run.step,
+                master_port=str(self.master["master_port"]),
+            )
+            make_attempt_dirs(attempt)
+            values = {name: variable.value for name, variable in variables.items()}
+            outputs = {"stdout": attempt.stdout(place.rank), "stderr": attempt.stderr(place.rank)}
+            self._rank_pid = self.start_rank({"variables": values, **outputs})
+
+    def _find_interface(self) -> str | None:
+        """Return the interface towards another node of the step; None: all ranks are on one host.
+
+        Raises: ClusterddpError: no name of another node leads there.
+        """
+        others = [host for host in dict.fromkeys(self._place.hosts) if host != self._place.host]
+        if not others:
+            return None
+        found = [address for host in others[:2] for address in addresses_of(host) if not is_loopback(address)]
+        if not found:
+            raise ClusterddpError(f"{others[0]} is not resolved")
+        return interface_towards(found[0]).name
+
     def start_rank(self, order: dict[str, Any]) -> int:
+        if self._rank_pid is not None:
+            return self._rank_pid  # it has begun
         variables = {
             name: value
             for name, value in order["variables"].items()
@@ -187,8 +222,11 @@ class StepTask(Task):
 
     def exit_code(self, otherwise: int) -> int:
         """Return what the program ended with, negative for a signal; `otherwise` where it was ended by an order."""
-        if self._returncode is None and not self._started:
-            run_plainly(self._program)  # the tasks of the step have not found each other
+        if self._returncode is None and not self._started:  # the tasks of the step have not found each other
+            if self._rank_pid is None:
+                run_plainly(self._program)
+            self._returncode = os.waitstatus_to_exitcode(os.waitpid(self._rank_pid, 0)[1])
+            self.on_rank_ended()
         return otherwise if self._ordered or self._returncode is None else self._returncode
 
 

@@ -88,6 +88,7 @@ class Task:
         )
         if place.local_rank == 0:
             self._start_supervisor(gang)
+        self.begin(gang)
         self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
 
     def find_place(self) -> StepPlace:
@@ -101,6 +102,9 @@ class Task:
         if planned != self._place.world_size:
             raise ClusterddpError(f"the plan has {planned} ranks, srun has started {self._place.world_size} tasks")
         return gang
+
+    def begin(self, gang: dict[str, Any]) -> None:
+        """Do what need not wait for the supervisor."""
 
     def serve(self) -> int:
         """Obey the supervisor's orders until it lets this task exit, or has ended; return the exit code."""
@@ -174,6 +178,7 @@ class Task:
             self._send({"kind": "not_started", "error": str(error)})
         else:
             self._send({"kind": "started", "pid": self._rank_pid, **self.master})
+            self._look_at_children()  # a rank that has begun before may have ended
         if "listener" in order:
             os.close(order["listener"])
 
@@ -195,7 +200,7 @@ class Task:
 
     def _look_at_children(self) -> None:
         """Report the rank's end; it stays a zombie and keeps its pid until the supervisor sends `reap`."""
-        while True:
+        while self._started:
             try:
                 ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             except ChildProcessError:
