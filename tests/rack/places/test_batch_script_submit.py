@@ -107,3 +107,17 @@ def test_the_dry_run_has_slurms_answer(person: SlurmPerson) -> None:
     done = person.clusterddp("submit", "my train.slurm", "-n", "slurm.partition=nowhere")
     assert "scheduler refuses it" in done.stdout
     assert done.returncode != 0
+
+
+def test_an_array_runs_and_each_run_has_the_end_of_its_task(person: SlurmPerson) -> None:
+    text = '#!/bin/bash\n#SBATCH --array=2-4:2 -o out-%a.txt\necho "$# $1"\nexit $((SLURM_ARRAY_TASK_ID / 4))\n'
+    (person.path / "my train.slurm").write_text(text)
+    done = person.clusterddp("submit", "my train.slurm", "--wait", "--", "a b")
+    assert done.returncode == 5, done.stderr
+    sweep = SweepDir(person.runs_dir / done.stdout.strip())
+    assert [run["state"] for run in person.status(sweep)["runs"]] == ["COMPLETED", "FAILED"]
+    assert [(person.path / f"out-{task}.txt").read_text() for task in (2, 4)] == ["1 a b\n", "1 a b\n"]
+    failed = sweep.runs()[1]
+    done = person.clusterddp("resume", failed.name, "--wait")
+    assert done.returncode == 5, done.stderr
+    assert [attempt.number for attempt in failed.attempts()] == [0, 1]
