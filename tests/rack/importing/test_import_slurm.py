@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,6 +33,25 @@ export A=1
 srun python entry.py --nodes $SLURM_NNODES
 """
 
+RECORD = """\
+import json, os, sys
+name = "argv-" + os.environ["WHERE"] + "-" + os.environ["RANK"] + ".json"
+names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LR")
+with open(name, "w") as file:
+    json.dump([sys.argv, os.getcwd(), {name: os.environ[name] for name in names}], file)
+"""
+SHELL = """\
+#!/bin/bash
+#SBATCH --job-name=train --nodes=2 --ntasks-per-node=2 --cpus-per-task=1 --time=5
+export WHERE=srun LR=0.5
+launch() { srun "$@"; }
+CMD="launch $PYTHON record.py"
+for each in one; do eval "$CMD 'a b' {rank} $each"; done
+export WHERE=torchrun
+exec srun --ntasks-per-node=1 -n 2 $TORCHRUN --nnodes 2 --nproc-per-node 2 --rdzv-backend c10d \
+  --rdzv-endpoint $(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1):29512 record.py --lr 0.5
+"""
+
 
 @pytest.fixture
 def person(rack: Rack) -> Iterator[SlurmPerson]:
@@ -50,3 +73,33 @@ def test_slurm_is_asked_for_the_same(person: SlurmPerson, script: str) -> None:
     ours = person.job(str(person.record().job_id))
     same = ("Partition", "NumNodes", "NumCPUs", "TRES", "TresPerNode", "TimeLimit", "OverSubscribe", "Priority")
     assert {name: ours.get(name) for name in same} == {name: original.get(name) for name in same}
+
+
+def test_a_step_that_has_run_is_a_spec_of_the_same_ranks_and_arguments(person: SlurmPerson) -> None:
+    (person.path / "record.py").write_text(RECORD)
+    torchrun = f"{sys.executable} -m torch.distributed.run"
+    script = SHELL.replace("$PYTHON", sys.executable).replace("$TORCHRUN", torchrun)
+    (person.path / "train.slurm").write_text(script)
+    submitted = person.clusterddp("submit", "train.slurm", "--wait")
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    run = person.run_dir()
+    several = person.clusterddp("import", run.name)
+    last = re.search("--step (.*) takes the last one", several.stderr)
+    assert last is not None, several.stderr
+    for where, step in (("srun", "0"), ("torchrun", last[1])):
+        ran = records(person, where)
+        assert len(ran) == 4
+        done = person.clusterddp("import", run.name, "--step", step, "-o", "job.yaml", "--force")
+        assert done.returncode == 0, done.stderr
+        again = person.clusterddp("submit", "job.yaml", "--wait")
+        assert again.returncode == 0, again.stdout + again.stderr
+        assert records(person, where) == ran
+
+
+def records(person: SlurmPerson, where: str) -> dict[str, Any]:
+    """Take what the ranks have written."""
+    files = sorted(person.path.glob(f"argv-{where}-*.json"))
+    found = {file.name: json.loads(file.read_text()) for file in files}
+    for file in files:
+        file.unlink()
+    return found
