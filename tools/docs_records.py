@@ -23,6 +23,7 @@ from clusterddp.run.state import RunState
 from clusterddp.run.sweep import SweepDir
 from clusterddp.view import ranks, status
 from clusterddp.view.events import Stopping
+from clusterddp.view.steps import StepStatus
 from clusterddp.view.timeline import Times
 
 
@@ -78,6 +79,7 @@ def json_page() -> str:
     lines += ["### times", "", *_fields(Times), "### stopping", "", *_fields(Stopping)]
     lines += ["### progress", "", *_fields(status.Progress)]
     lines += ["### ranks", "", *_fields(status.RankStatus)]
+    lines += ["### steps", "", *_fields(StepStatus)]
     lines += ["### usage", "", "Of a rank:", "", *_fields(ranks.RankUsage)]
     lines += ["### root_cause", "", *_fields(RankEnd, top["root_cause"])]
     lines += ["### diagnosis", "", *_fields(status.Diagnosis)]

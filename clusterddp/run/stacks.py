@@ -180,7 +180,8 @@ def read_report(attempt: AttemptDir, report_id: str) -> StackReport | None:
 
 def newest_report(run: RunDir) -> StackReport | None:
     """Read the newest report of a run; None: it has none."""
-    files = sorted(run.path.glob("attempts/*/stacks/*.json"), key=lambda path: path.stat().st_mtime)
+    files = [*run.path.glob("attempts/*/stacks/*.json"), *run.path.glob("attempts/*/steps/*/stacks/*.json")]
+    files.sort(key=lambda path: path.stat().st_mtime)
     return read_record(StackReport, files[-1]) if files else None
 
 

@@ -18,6 +18,7 @@ from clusterddp.errors import UsageError
 from clusterddp.run.attempts import AttemptEnd, find_end, read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, Start, read_start
+from clusterddp.run.steps import is_batch_script
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
@@ -155,13 +156,14 @@ def read_records(run: RunDir, record: RunRecord) -> Records:
     end = find_end(newest, record.token)
     before = read_end(run.attempt(newest.number - 1)) if newest.number and end is None else None
     start = read_start(newest)
+    is_script = is_claimed and is_batch_script(run)  # it runs as soon as its job does
     return Records(
         run=run,
         record=record,
         attempt=newest,
         end=end,
         start=start,
-        is_started=start is not None or (newest.ranks.is_dir() and len(os.listdir(newest.ranks)) > 0),
+        is_started=is_script or start is not None or (newest.ranks.is_dir() and len(os.listdir(newest.ranks)) > 0),
         is_claimed=is_claimed,
         is_restart=before is not None and before.will_restart,
     )

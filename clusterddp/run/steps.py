@@ -14,8 +14,9 @@ import re
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.system.files import is_file, read_record, write_json
+from clusterddp.system.files import is_file, read_json, read_record, write_json
 
 _NAME = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
@@ -78,6 +79,35 @@ def steps_of(run: RunDir, attempt: int) -> list[RunDir]:
     """List the steps of an attempt of a batch script, in the order of their start."""
     names = _names(RunDir(run.path).attempt(attempt).steps)
     return [RunDir(run.path, step=name) for name in sorted(names, key=lambda name: [*map(int, name.split("."))])]
+
+
+def steps_with_ranks(run: RunDir, attempt: int) -> list[RunDir]:
+    """List the steps whose tasks are ranks: without one whose task has only started another launcher."""
+    steps = steps_of(run, attempt)
+    records = [read_step(step.attempt(attempt)) for step in steps]
+    outer = {record.inside for record in records if record}
+    return [step for step in steps if step.step not in outer]
+
+
+def shown_step(run: RunDir, attempt: int | None) -> RunDir:
+    """Return the run as one of its steps sees it: the newest that runs, else the first that failed, else the newest.
+
+    A run without steps is returned as it is.
+    """
+    steps = [] if attempt is None or run.step is not None else steps_with_ranks(run, attempt)
+    if attempt is None or not steps:
+        return run
+    ends = [(read_end(step.attempt(attempt)), step) for step in steps]
+    running = [step for end, step in ends if end is None and is_file(step.attempt(attempt).start)]
+    failed = [(end.ended, step) for end, step in ends if end is not None and end.outcome == "FAILED"]
+    return running[-1] if running else min(failed, key=lambda each: each[0])[1] if failed else steps[-1]
+
+
+def job_output(attempt: AttemptDir) -> tuple[Path, ...]:
+    """Return the files with the output of a batch script, and of all that it runs; empty: they are not known here."""
+    claim = read_json(attempt.claim) or {}
+    paths = dict.fromkeys(str(claim.get(name) or "") for name in ("stdout", "stderr"))
+    return tuple(Path(path) for path in paths if path.startswith("/") and is_file(Path(path)))
 
 
 def newest_step(run: RunDir) -> RunDir | None:

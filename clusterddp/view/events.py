@@ -87,6 +87,12 @@ def warn_of_unsent(events: Sequence[Row]) -> str:
     return "; ".join(f"notify.{by} was not sent ({what}): {error}" for by, (what, error) in newest.items() if error)
 
 
+def warn_of_unwatched(events: Sequence[Row], attempt: int | None) -> str:
+    """Return why ranks of a batch script's steps run without a supervisor; empty: they do not."""
+    rows = [row for row in events if row.get("event") == "step_not_watched" and row.get("attempt") in (attempt, None)]
+    return f"ranks of step {rows[-1].get('step')} are not watched: {rows[-1].get('error')}" if rows else ""
+
+
 def find_start_phases(events: Sequence[Row], record: RunRecord, attempt: int, start: Start) -> dict[str, float]:
     """Return the seconds that each phase of an attempt's start took, in their order, as far as they were recorded.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterddp.run.directory import RunDir
+from clusterddp.run.record import read_start
 from clusterddp.system.files import read_last_jsonl, read_last_lines
 from clusterddp.wire import read_object
 
@@ -57,9 +58,13 @@ class Progress:
 def read_progress(run: RunDir, *, tail_bytes: int = TAIL_BYTES) -> Progress | None:
     """Read how far the run is from the last `tail_bytes` of its metrics; None when it wrote none (yet).
 
-    A script's accuracy may be further up than its many other rows.
+    A script's accuracy may be further up than its many other rows. Of a step: by the rows since its start.
     """
-    progress = progress_of(read_last_jsonl(run.metrics, tail_bytes))
+    rows = read_last_jsonl(run.metrics, tail_bytes)
+    if run.step is not None:
+        since = (read_start(run.newest_attempt()) or {}).get("started", 0.0)
+        rows = [row for row in rows if isinstance(at := row.get("time"), int | float) and at >= since]
+    progress = progress_of(rows)
     if progress is None or progress.accuracy is not None or tail_bytes >= TAIL_BYTES:
         return progress
     lines = filter(_HAS_ACCURACY.search, reversed(read_last_lines(run.metrics, TAIL_BYTES)))

@@ -23,6 +23,7 @@ from clusterddp.run.rank_usage import read_usage_report
 from clusterddp.run.record import RankEnd, RunRecord, Start, read_events, read_gang, read_run, read_start
 from clusterddp.run.seal import Mark, mark_of
 from clusterddp.run.state import RunState, RunView
+from clusterddp.run.steps import is_batch_script, job_output, shown_step
 from clusterddp.system.files import is_file, read_json
 from clusterddp.view.events import (
     HangEvent,
@@ -35,10 +36,12 @@ from clusterddp.view.events import (
     find_transports,
     warn_of_sockets,
     warn_of_unsent,
+    warn_of_unwatched,
     warn_of_wait,
 )
 from clusterddp.view.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.view.ranks import RankStatus, rank_statuses
+from clusterddp.view.steps import StepStatus, gang_of, read_steps, step_view
 from clusterddp.view.timeline import Times, read_timeline
 
 if TYPE_CHECKING:
@@ -93,7 +96,7 @@ class RunStatus(RunSummary):
     world_size: int
     """Ranks in all."""
     ranks: tuple[RankStatus, ...]
-    """The ranks of the newest attempt."""
+    """The ranks of the newest attempt; of a batch script those of `shown_step`."""
     root_cause: RankEnd | None
     """The first failure of a run that FAILED."""
     checkpoint: Checkpoint | None
@@ -122,6 +125,10 @@ class RunStatus(RunSummary):
     """Rows of `metrics.jsonl` that its storage did not take, as far as it could be written again since."""
     diagnosis: Diagnosis | None = None
     """The kind of the root cause, by its words."""
+    steps: tuple[StepStatus, ...] | None = None
+    """Of a batch script: the commands that have started ranks in the newest attempt."""
+    shown_step: str | None = None
+    """Of a batch script: the newest step that runs, else the first that failed, else the newest."""
 
     @property
     def finished(self) -> bool:
@@ -141,6 +148,8 @@ class RunStatus(RunSummary):
             **{name: summary[name] for name in summary if name not in ("variant", "progress", "bytes")},
             "world_size": self.world_size,
             "progress": summary["progress"],
+            "steps": None if self.steps is None else [step.to_json() for step in self.steps],
+            "shown_step": self.shown_step,
             "ranks": [rank.to_json() for rank in self.ranks],
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
@@ -160,38 +169,51 @@ class RunStatus(RunSummary):
 
 def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     """Read the status of a run."""
-    record, gang = read_run(run), read_gang(run)
+    record = read_run(run)
     view = view or read_state(run, record=record)
-    end = view.end
-    attempt = None if view.attempt is None else run.attempt(view.attempt)
+    steps = read_steps(run, view, record.token) if is_batch_script(run) else None
+    shown = run if steps is None else shown_step(run, view.attempt)
+    gang, end = (None if steps == () else gang_of(shown)), view.end
+    attempt = None if view.attempt is None else shown.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
+    of_ranks = step_view(shown, view, record.token)
     unreached = read_unreached(run) if record.launcher == "ssh" else {}
-    events, is_running = read_events(run), view.state is RunState.RUNNING
+    events, is_running = read_events(run), view.state is RunState.RUNNING and of_ranks.end is None
+    all_events = events
+    if shown.step is not None:
+        events = [row for row in events if row.get("step") == shown.step]
     usage = read_usage_report(attempt) if is_running and attempt else None
     transports = find_transports(events, view.attempt)
     warnings = (
         end.warning if end else "",
         warn_of_sockets(transports),
-        warn_of_unsent(events),
+        warn_of_unsent(all_events),
+        warn_of_unwatched(all_events, view.attempt),
         usage.warning if usage else "",
         "" if view.finished else warn_of_wait(events),
     )
     return RunStatus(
-        **_summary(run, record, view, tail_bytes=TAIL_BYTES),
+        **_summary(shown, record, view, tail_bytes=TAIL_BYTES),
         reason=view.reason,
-        world_size=gang.num_ranks,
-        ranks=rank_statuses(gang, attempt, start, view, unreached=unreached, report=usage),
+        world_size=gang.num_ranks if gang else 0,
+        ranks=rank_statuses(gang, attempt, start, of_ranks, unreached=unreached, report=usage) if gang else (),
+        steps=steps,
+        shown_step=shown.step,
         root_cause=end.root_cause if end else None,
         diagnosis=diagnose(end.root_cause, run) if end and end.root_cause else None,
         checkpoint=newest_checkpoint(run) if view.finished else None,
         job=view.job,
         unreachable=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
-        start_phases={} if view.attempt is None else find_start_phases(events, record, view.attempt, start),
+        start_phases=find_start_phases(events, record, view.attempt, start)
+        if view.attempt is not None and steps is None
+        else {},
         transports=transports,
         warning="; ".join(filter(None, warnings)),
-        stopping=find_stopping(events, attempt, gang.stop_grace_s) if is_running and attempt else None,
-        lost_rows=count_lost_rows(events),
+        stopping=find_stopping(events, attempt, gang.stop_grace_s)
+        if is_running and attempt and gang and not gang.entry.unchanged
+        else None,
+        lost_rows=count_lost_rows(all_events),
         report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(run, record, attempt) if is_running else None,
@@ -218,9 +240,10 @@ def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary
     return RunSummary(**_summary(run, record, view, tail_bytes=4096), reason=reason)
 
 
-def _summary(run: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) -> dict[str, Any]:
-    """Read the fields of `RunSummary`, without the reason."""
-    progress, now = read_progress(run, tail_bytes=tail_bytes), time.time()
+def _summary(shown: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) -> dict[str, Any]:
+    """Read the fields of `RunSummary`, without the reason; `shown`: the run, or the step whose progress is meant."""
+    now, run = time.time(), RunDir(shown.path)
+    progress = read_progress(shown, tail_bytes=tail_bytes)
     return {
         "run": run.name,
         "name": record.name,
@@ -238,7 +261,10 @@ def _summary(run: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) 
 
 
 def find_job_log(run: RunDir) -> str | None:
-    """Find the log of the batch script of a run on Slurm, relative to the run's directory."""
+    """Find the log of the job of a run on Slurm, relative to the run's directory; of a batch script its own output."""
+    if is_batch_script(run):
+        attempts = run.attempts()
+        return next(map(str, job_output(attempts[-1])), None) if attempts else None
     log = run.launcher_dir / "job.log"
     return str(log.relative_to(run.path)) if log.exists() else None
 

@@ -10,6 +10,8 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import RankRecord, RunRecord, Start, read_events, read_ranks, read_start
+from clusterddp.run.steps import is_batch_script
+from clusterddp.system.files import read_json
 
 _ASKED = ("submitted", "resumed", "requeued", "follow_up", "queued")
 """Events by which the wait for an attempt begins."""
@@ -85,21 +87,27 @@ def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: flo
             if name in _ASKED and attempt_number is not None and at is not None:
                 asked.setdefault(attempt_number, at)
     attempts: list[AttemptSpan] = []
-    found = run.attempts()
+    found, is_script = run.attempts(), is_batch_script(run)
     for attempt in found:
         before = attempts[-1].ended if attempts else record.created_ns / 1e9
         is_over = is_finished or attempt != found[-1]
-        attempts.append(_read_attempt(attempt, asked.get(attempt.number, before), is_over=is_over, now=now))
+        asked_at = asked.get(attempt.number, before)
+        attempts.append(_read_attempt(attempt, asked_at, is_over=is_over, now=now, is_script=is_script))
     return Timeline(attempts=tuple(attempts))
 
 
-def _read_attempt(attempt: AttemptDir, asked: float, *, is_over: bool, now: float) -> AttemptSpan:
+def _read_attempt(
+    attempt: AttemptDir, asked: float, *, is_over: bool, now: float, is_script: bool = False
+) -> AttemptSpan:
     end, start = None, Start()  # what is damaged counts as not recorded
     with contextlib.suppress(ClusterddpError):
         end = read_end(attempt)
     with contextlib.suppress(ClusterddpError):
         start = read_start(attempt) or start
     started = _time(start.get("started"))
+    if started is None and is_script:
+        with contextlib.suppress(ClusterddpError, OSError):
+            started = _time((read_json(attempt.claim) or {}).get("time"))
     if end is not None:
         ended, outcome = _time(end.ended) or started or asked, str(end.outcome)
     elif is_over:  # no process was left to record the end

@@ -13,8 +13,9 @@ from typing import Any
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Entry, Gang, Node
-from clusterddp.run.record import ProcessIdentity, RankEnd, RankRecord, RunRecord, write_rank, write_run
+from clusterddp.run.record import ProcessIdentity, RankEnd, RankRecord, RunRecord, read_run, write_rank, write_run
 from clusterddp.run.seal import sealed
+from clusterddp.run.steps import StepRecord, new_step
 from clusterddp.system.files import append_jsonl, write_json
 
 HOST = socket.gethostname()
@@ -51,6 +52,32 @@ def make_run(
     )
     write_run(run, record)
     return run
+
+
+def make_batch_run(runs_dir: Path, name: str = "brisk-otter-3", **facts: Any) -> RunDir:
+    """Make the run of a batch script whose job has started; it has no step yet."""
+    run = make_run(runs_dir, name)
+    run.launcher_dir.mkdir()
+    run.batch_script.write_text("#!/bin/bash\n#SBATCH --nodes=2\nsrun python train.py\n")
+    attempt = run.attempt(0)
+    attempt.path.mkdir(parents=True)
+    write_json(attempt.claim, {"job_id": "4711", "time": time.time(), **facts})
+    return run
+
+
+def start_step(
+    run: RunDir, *command: str, line: int = 3, ranks: int = 2, inside: str | None = None, has_ranks: bool = True
+) -> RunDir:
+    """Start a command of the script, and its ranks; return the run as the step sees it."""
+    record = StepRecord(
+        command=command or ("srun",), program=("python", "train.py"), line=line, started=time.time(), inside=inside
+    )
+    step = new_step(run, 0, record)
+    if has_ranks:
+        gang = dataclasses.replace(make_gang(1, ranks), token=f"{read_run(run).token}.{step.step}")
+        write_json(step.attempt(0).gang, gang.to_json())
+        start_attempt(step, ranks=ranks)
+    return step
 
 
 def start_attempt(run: RunDir, number: int = 0, *, ranks: int = 2, per_node: int = 2) -> AttemptDir:
@@ -115,7 +142,7 @@ def fail(attempt: AttemptDir, *, rank: int = 1, ranks: int = 2, per_node: int = 
         host=HOST,
         exit_code=1,
         error=f"rank {rank} on {HOST}: ValueError: the loss is nan",
-        log=str(log.relative_to(attempt.path.parent.parent)),
+        log=str(log.relative_to(next(each for each in attempt.path.parents if each.name == "attempts").parent)),
     )
     write_end(
         attempt,

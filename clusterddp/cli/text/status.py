@@ -18,6 +18,7 @@ from clusterddp.system.files import read_json
 from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
 from clusterddp.view.status import diagnose, has_checkpoint
+from clusterddp.view.steps import NO_STEPS
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
@@ -32,6 +33,9 @@ MOST_RANKS_ONE_BY_ONE = 8
 _MOST_VALUES_SHOWN = 4
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _FEWEST_BARS = 4
+_WITH_JOB = "ended with the job"
+_STEP_COLUMNS = 120
+"""The width of the table of steps, whose commands may be long, where there is no terminal."""
 
 
 def warning_text(warning: str) -> str:
@@ -77,14 +81,40 @@ def status_lines(
     if status.checkpoint:
         lines.append(f"  {checkpoint_text(status.checkpoint)}")
     lines.append("")
-    if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE:
-        lines += rank_table(status.ranks, columns)
-    else:
-        lines += node_table(status.ranks, columns)
+    lines += _step_lines(status, columns)
+    table = rank_table if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE else node_table
+    lines += table(status.ranks, columns) if status.ranks or status.steps is None else []
     if status.root_cause:
         lines += ["", *root_cause_lines(status.root_cause, run, columns=columns)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
+
+
+def _step_lines(status: RunStatus, columns: int | None) -> list[str]:
+    """Lay out the steps of a batch script, one a line; no line for another run."""
+    steps = status.steps or ()
+    if status.steps is None:
+        return []
+    if not steps:
+        over = status.finished or status.state.value == "REQUEUED"
+        return [f"  {NO_STEPS}"] if over and status.attempt is not None else []
+    now = time.time()
+    spent = ["-" if step.started is None else duration((step.ended or now) - step.started) for step in steps]
+
+    def paint(cell: str) -> str:
+        return cell if cell == _WITH_JOB else state_text(cell)
+
+    shown = [
+        Column(title="STEP", cells=[step.step for step in steps]),
+        Column(title="COMMAND", cells=[printable(f"{step.command} {step.program}") for step in steps], least=12),
+        Column(title="LINE", cells=[str(step.line or "-") for step in steps], gives_way=3),
+        Column(title="RANKS", cells=[str(step.ranks or "-") for step in steps]),
+        Column(title="NODES", cells=[str(step.nodes or "-") for step in steps], gives_way=2),
+        Column(title="STATE", cells=[_WITH_JOB if each.state == "LOST" else each.state for each in steps], paint=paint),
+        Column(title="TIME", cells=spent, gives_way=1),
+    ]
+    title = ["", f"  step {status.shown_step}:"] if len(steps) > 1 and status.ranks else [""]
+    return [*lay_out(shown, room=columns or _STEP_COLUMNS, indent="  "), *title]
 
 
 def _progress_lines(status: RunStatus, address: str) -> list[str]:
@@ -206,17 +236,22 @@ def _where(status: RunStatus) -> str:
         parts += _job_facts(status.job)
     running = sum(rank.state == "RUNNING" for rank in status.ranks)
     count = format_count(status.world_size, "rank")
+    if status.steps is not None and not status.ranks:
+        return ", ".join([*parts, *_times_texts(status)])
     if status.ranks and status.ranks[0].owns is not None:
         programs = format_count(len(status.ranks), "program")
         parts.append(f"{running} of {programs} running" if status.state.value == "RUNNING" else programs)
         parts.append(f"{count} of their own")
     else:
         parts.append(f"{running} of {count} running" if status.state.value == "RUNNING" else count)
-    if status.attempt:
-        parts.append(f"attempt {status.attempt}")
+    return ", ".join([*parts, *_times_texts(status)])
+
+
+def _times_texts(status: RunStatus) -> list[str]:
     times = status.times
     spent = (("ran", times.running_s), ("queued", times.queued_s), ("stopped", times.stopped_s))
-    return ", ".join([*parts, *(f"{what} {duration(seconds)}" for what, seconds in spent if seconds >= 1)])
+    attempt = [f"attempt {status.attempt}"] if status.attempt else []
+    return [*attempt, *(f"{what} {duration(seconds)}" for what, seconds in spent if seconds >= 1)]
 
 
 def _job_facts(job: Job) -> list[str]:
@@ -249,7 +284,9 @@ def next_steps(
         elif cause and cause.rank is None:  # no rank was started
             steps = [("logs", f"{run.launcher_dir}/")]
         elif cause or next(run.path.glob("attempts/*/logs/*"), None) is not None:
-            steps = [("its log", f"clusterddp logs {address}" + (f" --rank {cause.rank}" if cause else ""))]
+            step = re.search("/steps/([0-9.]+)/", cause.log or "") if cause else None
+            which = f" --rank {cause.rank}" if cause else ""
+            steps = [("its log", f"clusterddp logs {address}{which}" + (f" --step {step[1]}" if step else ""))]
     if state in {"FAILED", "LOST", "CANCELLED"}:
         steps.append(_again(run, address, cause))
     elif state == "COMPLETED":

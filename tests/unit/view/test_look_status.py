@@ -64,7 +64,18 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
         "mark",
         "world_size",
     ]
-    promised += ["progress", "ranks", "root_cause", "diagnosis", "start_phases", "nccl", "warning", "checkpoint"]
+    promised += [
+        "progress",
+        "steps",
+        "shown_step",
+        "ranks",
+        "root_cause",
+        "diagnosis",
+        "start_phases",
+        "nccl",
+        "warning",
+        "checkpoint",
+    ]
     promised += ["stopping", "lost_rows", "hang", "last_output", "report"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
