@@ -25,13 +25,14 @@ from clusterddp.cli.watch import (
     staying_with,
     watch_until_ended,
 )
-from clusterddp.errors import ClusterddpError, PreflightError
+from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.places.ssh.host_run import is_unknown, raise_if_unknown
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from clusterddp.run.record import FOREIGN, read_run
+from clusterddp.run.steps import is_batch_script, job_output, shown_step, steps_of
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import read_json
 from clusterddp.view.printable import printable
@@ -107,6 +108,7 @@ class LogOptions:
 @click.option("--rank", "ranks", metavar="RANKS", default="0", help="0 (default), 0,3-5, all, or failed.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends, over restarts and requeues.")
 @click.option("--attempt", type=click.IntRange(min=0), metavar="N", help="The newest one by default.")
+@click.option("--step", metavar="K", help="Of a batch script: the one that status shows ranks of by default.")
 @click.option("--tail", "tail_lines", type=click.IntRange(min=0), metavar="N", help="The last N lines of each file.")
 @click.option("--since", metavar="TIME", help="Lines since then: 90s, 10m, 2h, 1d ago, or 2026-01-31T14:30.")
 @click.option("--grep", metavar="PATTERN", help="Of these, the lines that match a regular expression (of Python).")
@@ -123,6 +125,7 @@ def logs(
     name: str,
     ranks: str,
     follow: bool,
+    step: str | None,
     log_options: LogOptions,
     raw: bool,
     output: str,
@@ -136,7 +139,7 @@ def logs(
     """
     as_json = output == "json"
     query = log_options.query(timestamps=as_json)
-    run = find_run(runs_dir, name)
+    run = _step_of(find_run(runs_dir, name), step, query.attempt)
     escape = False if raw else None
     with staying_with(run, terminal) as sync:
         anything = write_logs(run, ranks, terminal, sync, follow=follow, query=query, escape=escape, as_json=as_json)
@@ -244,6 +247,27 @@ def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str])
         write_fetched_report(run, environ)
         send_left(run, view, environ)
     return read_status(run, view)
+
+
+def _step_of(run: RunDir, step: str | None, attempt: int | None) -> RunDir:
+    """Return the run as a step of it sees it, and say where the script's own output is; another run as it is.
+
+    Raises: UsageError: it has no such step.
+    """
+    attempts = run.attempts()
+    number = attempts[-1].number if attempt is None and attempts else attempt
+    if not is_batch_script(run) or number is None:
+        if step is not None:
+            raise UsageError(f"--step {step}: {run.name} has no steps")
+        return run
+    if paths := job_output(run.attempt(number)):
+        say(f"the script itself writes to {printable(' and '.join(map(str, paths)))}")
+    known = {each.step: each for each in steps_of(run, number)}
+    if step is not None and step not in known:
+        raise UsageError(f"--step {step}: {run.name} has {', '.join(map(str, known)) or 'no steps'}")
+    if not known:
+        raise UsageError(f"{run.name}: attempt {number} has no ranks whose output clusterddp has")
+    return shown_step(run, number) if step is None else known[step]
 
 
 def _say_failed_rank(run: RunDir, attempt: int | None, terminal: Terminal) -> None:

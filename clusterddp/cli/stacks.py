@@ -23,6 +23,7 @@ from clusterddp.run.record import read_gang, read_run
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.stacks import StackReport, newest_report, read_report
 from clusterddp.run.state import RunState
+from clusterddp.run.steps import is_batch_script, shown_step
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
@@ -52,7 +53,10 @@ def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float)
                 raise UsageError(f"{run.name} has no ranks to ask: it is {view.state.value}")
             return kept
         demand_sealed(run)
+        run = shown_step(run, view.attempt)
         attempt = run.attempt(view.attempt)
+        if is_batch_script(run) and (not attempt.gang.exists() or attempt.end.exists()):
+            raise UsageError(f"{run.name} has no ranks to ask: no step of its script runs")
         wanted = launcher_named(record.launcher, environ).request_stacks(run, attempt, sync)
         deadline = time.monotonic() + timeout_s
         while (report := read_report(attempt, wanted)) is None:

@@ -19,7 +19,7 @@ from clusterddp.cli.main import main
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, write_json
-from tests.support.handmade_runs import complete, make_run, start_attempt
+from tests.support.handmade_runs import complete, make_batch_run, make_run, start_attempt, start_step
 
 
 @pytest.fixture
@@ -132,3 +132,25 @@ def test_a_line_has_the_state_until_there_is_output(runs_dir: Path) -> None:
             seen += os.read(terminal, 4096)
         complete(run, attempt)
         assert (process.stdout.read(), process.wait()) == (b"", 0)
+
+
+def test_logs_of_a_batch_script_are_those_of_the_step_that_runs_or_of_one_that_is_named(
+    runs_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "slurm-1.out").write_text("setup\n")
+    run = make_batch_run(runs_dir, stdout=str(tmp_path / "slurm-1.out"))
+    code, _, said = shown(capfd)
+    assert (code, "no ranks" in said, str(tmp_path / "slurm-1.out") in said) == (2, True, True)
+    first, second = start_step(run), start_step(run)
+    first.attempt(0).stdout(1).write_text("first\n")
+    second.attempt(0).stdout(1).write_text("second\n")
+    complete(first, first.attempt(0))
+    assert shown(capfd, "--rank", "1")[1] == "second\n"
+    assert shown(capfd, "--rank", "1", "--step", "0")[1] == "first\n"
+    assert shown(capfd, "--rank", "1", "--step", "0", "-f")[1] == "first\n"  # the step has ended
+    assert "--step 7: brisk-otter-3 has 0, 1" in shown(capfd, "--step", "7")[2]
+
+
+def test_a_run_without_a_batch_script_has_no_steps(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make_log(make_run(runs_dir))
+    assert "--step 0: brisk-otter-3 has no steps" in shown(capfd, "--step", "0")[2]
