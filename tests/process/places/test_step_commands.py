@@ -210,7 +210,11 @@ names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "
 facts = [__name__, sys.argv[1:], os.path.basename(sys.argv[0]), sys.flags.interactive]
 sys.stdout.write(repr([*facts, *(os.environ.get(name) for name in names)]) + "\\n")
 if "fail" in sys.argv and os.environ["LOCAL_RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    while not os.path.exists(__file__ + ".printed"):  # torchrun ends the other rank at once
+        pass
     raise SystemExit(7)
+sys.stdout.flush()
+open(__file__ + ".printed", "w").close()
 """
 TORCHRUN = {
     "plain": "torchrun --nproc_per_node 2 RANK.py --lr 0.1 'a b'",
@@ -238,8 +242,14 @@ def test_ranks_of_torchrun_are_the_same_as_without_us(job: Job, tmp_path: Path, 
     job.add_command("rank.sh", f'#!/bin/sh\nexec {sys.executable} {tmp_path}/rank_module.py "$@"\n')
     job.environ["PYTHONPATH"] = str(tmp_path)
     text = f"{text}\necho $?"
-    plain, ours = job.bash(text, ours=False), job.bash(text)
+    plain = job.bash(text, ours=False)
+    (tmp_path / "rank_module.py.printed").unlink(missing_ok=True)
+    ours = job.bash(text)
     assert sorted(ours.stdout.splitlines()) == sorted(plain.stdout.splitlines()), ours.stderr
+    # This run has no plan: each task of the step says so, and becomes the program.
+    has_ranks = "__main__" in plain.stdout
+    assert bool(job.records()) == has_ranks, ours.stderr
+    assert ("step_not_watched" in {event["event"] for event in job.events()}) == has_ranks
     if "help" in text or "error" in plain.stderr:
         assert ours.stderr == plain.stderr
 
