@@ -45,6 +45,7 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
     from clusterddp.planning.processes import python_path
     from clusterddp.run.record import read_rank, read_run
     from clusterddp.run.state import RunState
+    from clusterddp.run.steps import shown_step
 
     run = RunDir(find_run(runs_dir, name).path.absolute())
     demand_own(run.path)
@@ -60,11 +61,12 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
         if view.finished:
             hint = f"clusterddp logs {run.name} shows what it wrote; clusterddp submit {run.name} starts it again"
         raise UsageError(f"{run.name} has no running rank: it is {view.state.value}", hint=hint)
-    beside = read_rank(run.attempt(view.attempt), rank)
+    step = shown_step(run, view.attempt)
+    beside = read_rank(step.attempt(view.attempt), rank)
     if beside is None or beside.ended is not None:
         raise UsageError(f"{run.name}: rank {rank} does not run", hint=f"clusterddp status {run.name}")
     launcher = launcher_named(record.launcher, terminal.environ)
-    words = [str(view.attempt), str(rank), *(argv or _SHELL)]
+    words = [f"{view.attempt}/{step.step}" if step.step else str(view.attempt), str(rank), *(argv or _SHELL)]
     started = launcher.exec_argv(run, record, beside, words, terminal=os.isatty(0))
     os.chdir(run.launcher_dir)  # no file there hides a module of Python's
     try:

@@ -47,7 +47,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run
 from clusterddp.run.gang import Gang
 from clusterddp.run.seal import mark_of
-from clusterddp.run.steps import is_batch_script
+from clusterddp.run.steps import is_batch_script, read_batch_script
 from clusterddp.run.sweep import find_sweep
 from clusterddp.system.files import build_record, read_json
 from clusterddp.view.printable import printable
@@ -244,7 +244,7 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
     script, copy = resolved.job.entry and resolved.job.entry.batch_script, None
     if script and not Path(script).exists():
         say_note(f"{script} is gone: the copy of {parent.name} is submitted")
-        copy = parent.batch_script.read_bytes()
+        copy = read_batch_script(parent)
     with _starting():
         plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name, submission=copy)
     return _carry_out_script(plan, resolved, terminal, options) if script else _carry_out(plan, terminal, options)

@@ -1,4 +1,4 @@
-"""`python -m clusterddp.node.exec_command RUN_DIR ATTEMPT RANK COMMAND...`: becomes the command of `exec`.
+"""`python -m clusterddp.node.exec_command RUN_DIR ATTEMPT[/STEP] RANK COMMAND...`: becomes the command of `exec`.
 
 It runs on the machine of the rank, in the rank's working directory and with the rank's environment, which it reads
 from the rank's own process, so that no secret is in an argument. `exec_environment` says what the command has otherwise
@@ -19,7 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import COOKIE, cookie, exec_environment
 from clusterddp.run.cleanup import marking
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import RankRecord, read_gang, read_rank, read_run
+from clusterddp.run.record import RankRecord, read_gang, read_rank
 from clusterddp.system.processes import read_environment, read_owner
 
 _NO_RANK, _NOT_EXECUTABLE, _NOT_FOUND = 125, 126, 127
@@ -28,7 +28,9 @@ _OF_THE_STEP = ("SLURM_", "SLURMD_", "SPANK_", "PMI_", "PMIX_")
 
 def main(arguments: list[str]) -> NoReturn:
     """Become the command."""
-    run, attempt, rank, command = RunDir(Path(arguments[0])), int(arguments[1]), int(arguments[2]), arguments[3:]
+    number, _, step = arguments[1].partition("/")
+    run, attempt = RunDir(Path(arguments[0]), step=step or None), int(number)
+    rank, command = int(arguments[2]), arguments[3:]
     try:
         record, environ = find_rank(run, attempt, rank)
         os.chdir(f"/proc/{record.pid}/cwd")
@@ -37,7 +39,7 @@ def main(arguments: list[str]) -> NoReturn:
         _leave(_NO_RANK, f"{socket.gethostname()}: {message}")
     own = {name: value for name, value in os.environ.items() if name.startswith(_OF_THE_STEP) or name == "TERM"}
     place = {"RANK": rank, "LOCAL_RANK": record.local_rank, "NODE_RANK": record.node_rank}
-    environment = exec_environment(environ, place, read_run(run).token) | own | {"PWD": str(Path.cwd())}
+    environment = exec_environment(environ, place, read_gang(run).token) | own | {"PWD": str(Path.cwd())}
     try:
         with marking(environment[COOKIE]):
             os.execvpe(command[0], command, environment)

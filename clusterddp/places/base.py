@@ -88,6 +88,13 @@ class Launcher:
         Raises: ClusterddpError: the run cannot be reached.
         """
 
+    def signal_script(self, run: RunDir, record: RunRecord) -> bool:
+        """Send a batch script the signal of its `--signal`, before its time; False: it names none.
+
+        Raises: ClusterddpError: the run cannot be reached.
+        """
+        return False
+
     def request_stacks(self, run: RunDir, attempt: AttemptDir, sync: Synchroniser) -> str:
         """Ask the head of a run where its ranks are; return the id of the report that it will write.
 

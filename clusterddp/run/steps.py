@@ -16,8 +16,10 @@ from pathlib import Path
 
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.system.files import is_file, read_json, read_record, write_json
+from clusterddp.system.files import is_file, read_json, read_record, read_regular, write_json
 
+_MAX_SCRIPT_BYTES = 4 << 20
+"""sbatch's own limit (max_script_size) is 4 MB by default."""
 _NAME = re.compile(r"[0-9]{1,6}(\.[0-9]{1,6})?")
 
 
@@ -89,6 +91,12 @@ def steps_with_ranks(run: RunDir, attempt: int) -> list[RunDir]:
     return [step for step in steps if step.step not in outer]
 
 
+def running_steps(run: RunDir, attempt: int) -> list[RunDir]:
+    """List the steps whose ranks run."""
+    steps = [(step, step.attempt(attempt)) for step in steps_with_ranks(run, attempt)]
+    return [step for step, directory in steps if is_file(directory.start) and read_end(directory) is None]
+
+
 def shown_step(run: RunDir, attempt: int | None) -> RunDir:
     """Return the run as one of its steps sees it: the newest that runs, else the first that failed, else the newest.
 
@@ -98,7 +106,7 @@ def shown_step(run: RunDir, attempt: int | None) -> RunDir:
     if attempt is None or not steps:
         return run
     ends = [(read_end(step.attempt(attempt)), step) for step in steps]
-    running = [step for end, step in ends if end is None and is_file(step.attempt(attempt).start)]
+    running = running_steps(run, attempt)
     failed = [(end.ended, step) for end, step in ends if end is not None and end.outcome == "FAILED"]
     return running[-1] if running else min(failed, key=lambda each: each[0])[1] if failed else steps[-1]
 
@@ -114,6 +122,11 @@ def newest_step(run: RunDir) -> RunDir | None:
     """Return the step that was started last, in the newest attempt; None: no step has started ranks there."""
     attempts = RunDir(run.path).attempts()
     return next(reversed(steps_of(run, attempts[-1].number)), None) if attempts else None
+
+
+def read_batch_script(run: RunDir) -> bytes:
+    """Read the script of a run. Raises: ClusterddpError, OSError: it is no regular file, or too long for sbatch."""
+    return read_regular(run.batch_script, _MAX_SCRIPT_BYTES)
 
 
 def is_batch_script(run: RunDir) -> bool:

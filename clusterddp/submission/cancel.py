@@ -19,6 +19,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.seal import demand_sealed, mark_of
 from clusterddp.run.state import RunState, RunView
+from clusterddp.run.steps import is_batch_script, running_steps
 from clusterddp.run.stop import request_stop
 from clusterddp.submission.submit import CANCELLED_IN_QUEUE, record_end, wait
 from clusterddp.system.files import is_file, write_json
@@ -76,16 +77,22 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
     launcher = launcher_named(record.launcher, inherited_environment())
     gang = read_gang(run)
     grace_s = gang.stop_grace_s
-    request_stop(run.attempt(attempt).stop_file, "cancel --save")
+    is_script = is_batch_script(run)
+    if not (is_script and launcher.signal_script(run, record)):
+        for step in running_steps(run, attempt) if is_script else [run]:
+            request_stop(step.attempt(attempt).stop_file, "cancel --save")
     log_event(run, "stop_requested", attempt=attempt, by="cancel --save")
-    launcher.request_stop(run, record, sync)
+    if not is_script:
+        launcher.request_stop(run, record, sync)
     with _detaching(f"{run.name} was asked to stop, and does so without this command"):
         slurm = Slurm(inherited_environment(), max_age_s=_MAX_AGE_S)
         view = wait(run, _ASKS_WITHIN_S, slurm=slurm, sync=sync)
         if not view.finished:
             asks = gang.entry.always_stops or is_file(run.attempt(attempt).asked)
             report(
-                f"asked to stop, waiting for its checkpoint; ended after {grace_s:.0f} s at the latest"
+                "asked to stop: its own signal was sent, or its ranks see the stop file; waiting for its end"
+                if is_script
+                else f"asked to stop, waiting for its checkpoint; ended after {grace_s:.0f} s at the latest"
                 if asks
                 else f"the program has not asked clusterddp.should_stop() so far: unless it looks at "
                 f"$CLUSTERDDP_STOP_FILE itself, it is ended in {grace_s:.0f} s and saves nothing; "
@@ -101,7 +108,7 @@ def _stop(run: RunDir, record: RunRecord, attempt: int, sync: Synchroniser, repo
         raise ClusterddpError(f"{run.name}: {view.reason}", hint=HOW_TO_STOP)
     if view.state in {RunState.FAILED, RunState.LOST}:
         raise ClusterddpError(f"{run.name}: was asked to stop, and ended {view.state.value}: {view.reason}")
-    return _describe_end(view)
+    return f"was asked to stop, and has ended: {view.reason}" if is_script else _describe_end(view)
 
 
 @contextlib.contextmanager

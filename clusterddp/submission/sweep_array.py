@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variables_for
@@ -20,6 +20,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name
 from clusterddp.run.record import RunRecord, log_event, read_run
 from clusterddp.run.state import RunState, RunView, spell_states
+from clusterddp.run.steps import is_batch_script
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
 from clusterddp.submission.cancel import cancel
@@ -97,11 +98,10 @@ def _cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, st
     for run, _ in of_array:
         if run not in stopping:
             _mark(run)
-    for run in stopping:
-        request_stop(run.attempts()[-1].stop_file, "cancel --save")
+    _request_stops(stopping)
     assert record.job_tag is not None
     names = {job_name(record.name, record.job_tag), *(job.name for run, _ in of_array if (job := views[run].job))}
-    if stopping:
+    if stopping and not is_batch_script(stopping[0]):
         # A slow file system may show them their stop files late.
         _scancel(names, record, environ, "--state=RUNNING", "--batch", "--signal=USR2")
     _scancel(names, record, environ, *(["--state=PENDING"] if stopping else []))
@@ -112,6 +112,15 @@ def _cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, st
         if known.job_tag != record.job_tag:  # it was resumed in a job of its own
             cancel(run, save=save)
     return _await_all(sweep, going, slurm, _SAVE_S if stopping else _ANSWER_S)
+
+
+def _request_stops(runs: Sequence[RunDir]) -> None:
+    """Ask running tasks of the array to checkpoint and end."""
+    for run in runs:
+        if is_batch_script(run):
+            cancel(run, save=True)
+        else:
+            request_stop(run.attempts()[-1].stop_file, "cancel --save")
 
 
 def _submit(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str]) -> tuple[str, str | None]:

@@ -72,7 +72,7 @@ class Places:
 
     def said(self, ended: Sequence[Ended]) -> str:
         """Return all that ranks have written: to the terminals, and into the logs of the runs."""
-        logs = self.found("attempts/*/logs/rank-*.out")
+        logs = [*self.found("attempts/*/logs/rank-*.out"), *self.found("attempts/*/steps/*/logs/rank-*.out")]
         return "\n".join([*(each.out for each in ended), *(log.read_text() for log in logs)])
 
     def found(self, name: str) -> list[Path]:

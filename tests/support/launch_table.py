@@ -188,15 +188,12 @@ ROWS = (
         key="batch",
         title="a batch script, `train.slurm`",
         cells=(
-            local(
-                "clusterddp import train.slurm -o mine.yaml && clusterddp submit mine.yaml --launcher local --wait",
-                bonus=1,
-            ),
+            local("clusterddp submit train.slurm --launcher local --cpu --wait", bonus=1),
             ssh(
                 "clusterddp import train.slurm -o mine.yaml && clusterddp submit mine.yaml --hosts node1,node2 --wait",
                 bonus=1,
             ),
-            slurm("clusterddp import train.slurm -o mine.yaml && clusterddp submit mine.yaml --wait", bonus=1),
+            slurm("clusterddp submit train.slurm --wait", bonus=1),
         ),
         none={"bare": AS_ANY},
     ),

@@ -43,7 +43,9 @@ from clusterddp.run.record import (
     write_run,
 )
 from clusterddp.run.state import Answer, Records
+from clusterddp.run.steps import read_batch_script
 from clusterddp.run.sweep import SweepDir
+from clusterddp.spec.batch_script import options_of
 from clusterddp.spec.train import FOLDER, is_there
 from clusterddp.system.files import write_json
 from clusterddp.system.python import module_command
@@ -117,6 +119,18 @@ class SlurmLauncher(Launcher):
         job = find_job(run, record, self._environ)
         if job is not None and not is_over(job):
             scancel(job.name, job.job_id, record.cluster, self._environ, "--batch", "--signal=USR2")
+
+    def signal_script(self, run: RunDir, record: RunRecord) -> bool:
+        """Have Slurm signal what `--signal` says: the batch shell (`B:`), or the tasks of the job's steps."""
+        plan, job = read_plan(run), find_job(run, record, self._environ)
+        assert plan.slurm is not None
+        wanted = plan.slurm.sbatch_options.get("signal") or options_of(read_batch_script(run)).get("signal")
+        found = re.fullmatch(r"(?:([BR]+):)?([A-Z0-9+]+)(?:@[0-9]+)?", str(wanted or "").upper())
+        if found is None or job is None or is_over(job):
+            return False
+        batch = ["--batch"] if "B" in (found[1] or "") else []
+        scancel(job.name, job.job_id, record.cluster, self._environ, *batch, f"--signal={found[2]}")
+        return True
 
     def exec_argv(
         self, run: RunDir, record: RunRecord, rank: RankRecord, words: Sequence[str], *, terminal: bool

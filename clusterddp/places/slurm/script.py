@@ -38,7 +38,7 @@ from clusterddp.run.attempts import (
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import RankEnd, RunRecord, log_event, read_run
 from clusterddp.run.seal import refuse_changed
-from clusterddp.run.steps import read_step, steps_of
+from clusterddp.run.steps import read_batch_script, read_step, steps_of
 from clusterddp.system.storage import retry_outage
 
 _SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGCONT")
@@ -62,7 +62,7 @@ def run_script(run: RunDir, start: JobStart, arguments: Sequence[str]) -> int:
     log_event(run, "job_started", attempt=attempt.number, **facts)
     environment = install_commands(run, attempt.number, os.environ, original=plan["spec"]["entry"]["batch_script"])
     environment |= {COOKIE: cookie(record.token, "b0"), "CLUSTERDDP_SCRIPT_PID": str(os.getpid())}
-    code = script.run(shell_argv(run.batch_script, arguments), environment)
+    code = script.run(shell_argv(read_batch_script(run), run.batch_script, arguments), environment)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's commands must survive the one that the whole job gets
     end = script.end(run, attempt, start, code)
     if close_attempt(attempt, end, record.token).is_first:
@@ -73,10 +73,9 @@ def run_script(run: RunDir, start: JobStart, arguments: Sequence[str]) -> int:
     return code
 
 
-def shell_argv(script: Path, arguments: Sequence[str]) -> list[str]:
+def shell_argv(text: bytes, script: Path, arguments: Sequence[str]) -> list[str]:
     """Return the command that the kernel makes of a script: the program and the argument of its first line."""
-    with script.open("rb") as file:
-        found = re.match(rb"#![ \t]*(\S+)[ \t]*(.*?)[ \t\r]*$", file.readline().rstrip(b"\n"))
+    found = re.match(rb"#![ \t]*(\S+)[ \t]*(.*?)[ \t\r]*$", text.partition(b"\n")[0])
     words = [os.fsdecode(word) for word in found.groups() if word] if found else ["/bin/sh"]
     return [*words, str(script), *arguments]
 
@@ -193,7 +192,7 @@ def _ended_by_slurm(start: JobStart) -> AttemptEnd | None:
     if job.reason == "TimeLimit":
         return failed("the time limit of the job is reached", host=start.host)
     if job.reason in {"None", ""}:
-        return cancelled("the job was cancelled (scancel)")
+        return cancelled("the job was cancelled")
     return failed(f"Slurm ended the job ({job.reason})", host=start.host)
 
 

@@ -36,7 +36,7 @@ from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import log_event
 from clusterddp.run.steps import next_round
-from clusterddp.system.files import open_log, write_json
+from clusterddp.system.files import MAX_RECORD_BYTES, open_log, read_regular, write_bytes, write_json
 
 HOOK = Path(__file__).parents[2] / "node" / "hook"
 """In the PYTHONPATH of ranks: what lets the supervisor ask a rank's Python where it is."""
@@ -165,7 +165,10 @@ class StepTask(Task):
             for name, value in order["variables"].items()
             if name.startswith("CLUSTERDDP_") or (name in ADDED and name not in os.environ)
         }
-        path = os.pathsep.join(filter(None, (str(HOOK), os.environ.get("PYTHONPATH"))))
+        others = [
+            folder for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep) if folder not in {"", str(HOOK)}
+        ]
+        path = os.pathsep.join((str(HOOK), *others))
         environment = {**os.environ, **variables, "PYTHONPATH": path, STEP: str(self._run.step)}
         try:
             process = self._popen(self._program, environment)
@@ -213,8 +216,8 @@ class StepTask(Task):
             thread.join(_DRAIN_S)
         named, ours = os.environ.get(ERROR_FILE), self._run.attempt(self._attempt).error_file(self._place.rank)
         if named and Path(named) != ours and not ours.exists():
-            with contextlib.suppress(OSError):
-                ours.write_bytes(Path(named).read_bytes())
+            with contextlib.suppress(OSError, ClusterddpError):  # torch's @record has written it
+                write_bytes(ours, read_regular(Path(named), MAX_RECORD_BYTES))
 
     def obey(self, order: dict[str, Any]) -> None:
         self._ordered |= order["kind"] == "signal"
