@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.run.gang import Node
-from clusterddp.spec.sbatch_lines import job_options, read_sizes
+from clusterddp.spec.batch_script import options_of
+from clusterddp.spec.sbatch_lines import read_sizes
 from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpus
 from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, spell_busy
 from clusterddp.system.units import format_count
@@ -175,7 +176,7 @@ def place_local(job: JobSpec, request: Request) -> Placement:
 
 def _pretend_nodes(job: JobSpec, script: bytes) -> tuple[JobSpec, tuple[str, ...]]:
     """Return a batch script's job with the GPUs of all nodes that it asks Slurm for, and what differs here."""
-    given = job_options(script.decode(errors="replace"), job.slurm)
+    given = options_of(script, job.slurm)
     sizes = read_sizes(given, lambda *_: None)
     if sizes.nodes > MAX_PRETENDED_NODES:
         raise UsageError(

@@ -503,14 +503,13 @@ def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement
     shared = check_shared(
         request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
     )
-    given = options_of(request.submission)
+    given = options_of(request.submission, job.slurm)
     options: Options = {name: value for name, value in job.slurm.items() if value is not False}
     if "wait" in given or "SBATCH_WAIT" in request.environ:
         raise UsageError(f"{path.name}: --wait of sbatch holds the submit until the job has ended", hint=_WAIT_HINT)
-    for name, variable in (("comment", "SBATCH_COMMENT"), ("chdir", "")):
-        given[name] = str(options.get(name) or request.environ.get(variable) or given.get(name) or "")
-    if given["comment"]:
-        options["comment"] = given["comment"]  # ours follows it on the command line, which overrides the script's
+    comment = options.get("comment") or request.environ.get("SBATCH_COMMENT") or given.value("comment")
+    if comment:
+        options["comment"] = comment  # ours follows it on the command line, which overrides the script's
     placement = plan_slurm_placement(job, gpus=job.device != "cpu", whole_nodes=False)
     command = shlex.join(isolated_command("clusterddp.places.slurm.batch"))
     head = head_of(request.submission).decode(errors="surrogateescape")
@@ -523,7 +522,7 @@ def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement
         script=f'#!/bin/sh\n{head}{"" if head.endswith(chr(10)) or not head else chr(10)}exec {command} "$@"\n',
         file=f"{SCRIPT_FOLDER}/{path.name}",
         directory=str(request.working_dir),
-        job_directory=str(request.working_dir / given["chdir"]),
+        job_directory=str(request.working_dir / given.value("chdir")),
         arguments=("", *map(str, job.entry.args)),
     )
     return dataclasses.replace(placement, notes=(*shared, *storage_notes()), slurm=slurm)

@@ -106,7 +106,7 @@ def loss_of_nodes(
         return RankEnd(rank=None, host=host, error=f"{what} before any rank was started", restart="another job")
     ranks = [rank for node in nodes for rank in node.ranks]
     rank = min(place.ranks if place else ranks)
-    log = str(attempt.stderr(rank).relative_to(attempt.path.parents[1]))
+    log = str(attempt.stderr(rank).relative_to(attempt.run_path))
     error = f"{what}; {whose}{spell_ranks(gang.carried_by(ranks))} ended with it"
     return RankEnd(rank=rank, host=host, error=error, log=log, restart="another job")
 
@@ -144,7 +144,7 @@ class EndRecord:
                 self.end, reason=reason, will_restart=False, needs_job=False, ended=time.time()
             )
             self.is_first = spool_end(self._token, self._attempt.number, self.end)
-            drop_secrets(RunDir(self._attempt.path.parents[1]))
+            drop_secrets(RunDir(self._attempt.run_path))
             return True
 
 
@@ -176,7 +176,9 @@ def write_end(attempt: AttemptDir, end: AttemptEnd) -> bool:
     If the run ends with it, its secrets are removed.
     """
     is_first = write_json(attempt.end, dataclasses.asdict(end) | {"ended": end.ended or time.time()}, exclusive=True)
-    run = RunDir(attempt.path.parents[1])
+    if attempt.is_step:
+        return is_first
+    run = RunDir(attempt.run_path)
     with contextlib.suppress(OSError):
         # If the run has been resumed meanwhile, its new attempt needs the secrets.
         if is_first and not end.will_restart and run.newest_attempt().number == attempt.number:

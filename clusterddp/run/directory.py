@@ -46,7 +46,16 @@ class AttemptDir:
 
     @property
     def number(self) -> int:
-        return int(self.path.parents[1].name if self.path.parent.name == STEPS else self.path.name)
+        return int(self.path.parents[1].name if self.is_step else self.path.name)
+
+    @property
+    def is_step(self) -> bool:
+        return self.path.parent.name == STEPS
+
+    @property
+    def run_path(self) -> Path:
+        """The directory of its run."""
+        return self.path.parents[3 if self.is_step else 1]
 
     start = Below("start.json", "How the attempt began: ranks, master address and port, supervisors.")
     end = Below("end.json", "How the attempt ended; the first process to write it is right.")

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clusterddp.errors import UsageError
-from clusterddp.spec.sbatch_lines import read_sbatch_lines
+from clusterddp.spec.launch_options import Option, Word
+from clusterddp.spec.sbatch_lines import Given, GivenOptions, read_sbatch_lines
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
 _OTHER_SCHEDULERS = (b"#PBS", b"#BSUB", b"#$ ", b"#COBALT", b"#FLUX:")
@@ -76,14 +77,19 @@ def head_of(data: bytes) -> bytes:
     return data[begin:position]
 
 
-def options_of(data: bytes) -> dict[str, str]:
-    """Read the #SBATCH lines: long name, with _ for -, -> value; a line that is not understood is left to sbatch."""
-    found: dict[str, str] = {}
+def options_of(data: bytes, overrides: Mapping[str, str | bool] | None = None) -> GivenOptions:
+    """Read the #SBATCH lines, and the options of the command line, which override them (`slurm` in the spec).
+
+    A line that is not understood is left to sbatch.
+    """
+    given = GivenOptions()
     for line in head_of(data).decode(errors="replace").split("\n"):
         with contextlib.suppress(UsageError):
-            given = read_sbatch_lines(line, "", lambda *_: None)
-            found |= {name: given.value(name) for name in given}
-    return found
+            given |= read_sbatch_lines(line, "", lambda *_: None)
+    for name, value in (overrides or {}).items():
+        text = "" if value is True else str(value)
+        given[name] = Given(option=Option(name=name, value=Word(text), text=f"--{name}={text}"), line=0, of="slurm")
+    return given
 
 
 def read_array(text: str) -> tuple[tuple[int, ...], int | None]:

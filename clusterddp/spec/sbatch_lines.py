@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError, UsageError
@@ -122,23 +121,6 @@ def read_sbatch_lines(text: str, source: str, lose: Lose) -> GivenOptions:
             elif earlier:
                 lose(earlier.option.text, f"replaced in line {number}", earlier.line)
             given[option.name] = Given(option=option, line=number)
-    return given
-
-
-def job_options(script: str, overrides: Mapping[str, str | bool]) -> GivenOptions:
-    """Return the options of a batch script and of the command line, which override it; what is odd is sbatch's to say.
-
-    `overrides`: slurm in the spec.
-    """
-    given = GivenOptions()
-    for line in script.split("\n"):
-        if line.strip() and not line.lstrip().startswith("#"):
-            break  # the first command
-        with contextlib.suppress(UsageError):
-            given |= read_sbatch_lines(line, "", lambda *_: None)
-    for name, value in overrides.items():
-        text = "" if value is True else str(value)
-        given[name] = Given(option=Option(name=name, value=Word(text), text=f"--{name}={text}"), line=0, of="slurm")
     return given
 
 

@@ -124,8 +124,8 @@ def plan_array(plan: Plan, resolved: ResolvedSpec, environ: Mapping[str, str]) -
     """
     from clusterddp.spec.sweep import Variant
 
-    options = plan.spec["slurm"]
-    text = options.get("array") or environ.get("SBATCH_ARRAY_INX") or options_of(plan.submission or b"").get("array")
+    from_line = plan.spec["slurm"].get("array") or environ.get("SBATCH_ARRAY_INX")
+    text = from_line or options_of(plan.submission or b"").value("array")
     if not text:
         return None
     tasks, throttle = read_array(str(text))

@@ -30,7 +30,8 @@ from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.steps import read_batch_script
 from clusterddp.run.sweep import sweep_of, task_of
-from clusterddp.spec.sbatch_lines import GivenOptions, Sizes, job_options, read_sizes
+from clusterddp.spec.batch_script import options_of
+from clusterddp.spec.sbatch_lines import GivenOptions, Sizes, read_sizes
 from clusterddp.system.files import is_file, open_log, write_json, write_text
 from clusterddp.system.python import isolated_command
 
@@ -189,7 +190,7 @@ def _array_of(sweep: Path) -> int:
 
 def pretend(run: RunDir, plan: Plan, job_id: str) -> PretendedJob:
     """Read the job that a batch script asks for."""
-    given = job_options(read_batch_script(run).decode(errors="replace"), plan.spec["slurm"])
+    given = options_of(read_batch_script(run), plan.spec["slurm"])
     sweep = sweep_of(run)
     return PretendedJob(
         job_id=job_id,

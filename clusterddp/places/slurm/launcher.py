@@ -124,8 +124,8 @@ class SlurmLauncher(Launcher):
         """Have Slurm signal what `--signal` says: the batch shell (`B:`), or the tasks of the job's steps."""
         plan, job = read_plan(run), find_job(run, record, self._environ)
         assert plan.slurm is not None
-        wanted = plan.slurm.sbatch_options.get("signal") or options_of(read_batch_script(run)).get("signal")
-        found = re.fullmatch(r"(?:([BR]+):)?([A-Z0-9+]+)(?:@[0-9]+)?", str(wanted or "").upper())
+        wanted = options_of(read_batch_script(run), plan.slurm.sbatch_options).value("signal")
+        found = re.fullmatch(r"(?:([BR]+):)?([A-Z0-9+]+)(?:@[0-9]+)?", wanted.upper())
         if found is None or job is None or is_over(job):
             return False
         batch = ["--batch"] if "B" in (found[1] or "") else []

@@ -40,5 +40,6 @@ def test_the_files_of_a_step_take_the_place_of_the_attempt_s(run: RunDir) -> Non
     step = new_step(run, 2, record())
     attempt = step.newest_attempt()
     assert (attempt.number, attempt.path) == (2, run.path / "attempts/2/steps/0")
+    assert attempt.run_path == run.path
     assert step.metrics == run.metrics
     assert [each.number for each in step.attempts()] == [2]

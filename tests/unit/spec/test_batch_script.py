@@ -83,8 +83,10 @@ def test_the_head_has_all_lines_before_the_first_command_byte_for_byte():
 
 
 def test_the_options_of_the_script_are_read_and_those_that_nobody_knows_are_left_to_sbatch():
-    assert options_of(SCRIPT) == {"nodes": "2", "comment": "my own", "chdir": "sub"}
-    assert options_of(b"#!/bin/sh\n#SBATCH -8 7\n#SBATCH -N 3\n") == {"nodes": "3"}
+    given = options_of(SCRIPT)
+    assert {name: given.value(name) for name in given} == {"nodes": "2", "comment": "my own", "chdir": "sub"}
+    assert options_of(SCRIPT, {"nodes": "3"}).value("nodes") == "3"
+    assert options_of(b"#!/bin/sh\n#SBATCH -8 7\n#SBATCH -N 3\n").value("nodes") == "3"
 
 
 def test_arguments_are_words_whatever_they_look_like():
