@@ -20,7 +20,7 @@ from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, SYSTEM_PATH
 from tests.testbed.rack import Rack
 
-SIDES = ("sbatch", os.environ.get("SIDE", "submit"))
+SIDES = ("sbatch", "submit")
 _ENDS = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
 FIRST_JOB_ID = 40_000
@@ -32,6 +32,7 @@ _NUMBERS = {
     r"\d{4}-\d\d-\d\d_[\d:]+": "TIME",
     r"\dm[\d.,]+s": "SECONDS",
     r"\(?pid:? \d+\)?": "PID",
+    r"(DIR)?/\S*/slurm_script\b": "SCRIPT",  # a copy of the script: Slurm's, ours
     r"365-00:00:00": "UNLIMITED",  # how Slurm shows it for some seconds
 }
 """What is another one in each job."""
@@ -57,6 +58,7 @@ NOT_COMPARED = {
     **dict.fromkeys(("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"), "another time"),
     "TORCHELASTIC_RUN_ID": "torchrun makes it up",
     "TORCHELASTIC_ERROR_FILE": "torchrun makes it up",
+    "SHLVL": "how bash counts a command that it becomes",
     "_": "the file that bash has started: ours",
     "BASH_ENV": "our functions stand before what conda and modules put into PATH; the user's file is read by ours",
     **dict.fromkeys(("OMPI_ARGV", "OMPI_COMMAND"), "mpirun's word for our task, which holds the user's program"),
@@ -154,7 +156,7 @@ class Side:
         rows = [dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", line)) for line in lines]
         return sorted(rows, key=lambda row: row.get("ArrayTaskId", ""))
 
-    def await_end(self, within_s: float = 100) -> list[dict[str, str]]:
+    def await_end(self, within_s: float = 240) -> list[dict[str, str]]:
         """Wait until the job is over."""
         rows: list[dict[str, str]] = []
 
@@ -287,8 +289,7 @@ def compared(environ: Mapping[str, str]) -> dict[str, str]:
     ours = ("CLUSTERDDP_", *_MADE_UP)
     kept = {name: value for name, value in environ.items() if name not in NOT_COMPARED and not name.startswith(ours)}
     kept["PATH"] = ":".join(part for part in kept.get("PATH", "").split(":") if not part.endswith("/launcher/bin"))
-    if _HOOK in (parts := kept.pop("PYTHONPATH", _HOOK).split(":")):
-        parts.remove(_HOOK)
+    parts = [part for part in kept.pop("PYTHONPATH", _HOOK).split(":") if part != _HOOK]
     kept |= {"PYTHONPATH": ":".join(parts)} if parts else {}
     for name in _DEVICES & set(kept):
         kept[name] = f"{len(kept[name].split(','))} of them"

@@ -58,6 +58,7 @@ class Script:
 
 
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "highest-exit-code": {"racy": True},
     "k01-conda-and-settings": {
         "files": {"settings.sh": 'export DATA_ROOT=/data\nconda() { export PATH="$CONDA_ROOT/envs/$2/bin:$PATH"; }\n'}
     },

@@ -57,22 +57,23 @@ _WRAPPERS = re.compile(
     "memray|py-spy|scalene"
 )
 _SYSTEM = ("/bin/", "/usr/bin/", "/sbin/", "/usr/sbin/")
-_SHIM = """#!/bin/sh
-'''exec' /bin/sh -c '
+_SHIM = """#!/bin/bash -p
+'''exec' /bin/bash -pc '
 name=$1 job=$2 python=$3; shift 3
 if [ "${{SLURM_JOB_ID-}}" = "$job" ] && [ -x "$python" ]; then exec "$python" "$@"; fi
 until [ "$1" = : ]; do shift; done; shift; IFS=:
 for folder in $PATH; do
     case $folder in */launcher/bin) ;; *) if [ -x "$folder/$name" ]; then exec "$folder/$name" "$@"; fi ;; esac
 done
-echo "$name: command not found" >&2; exit 127' sh {words} : "$@"
+echo "$name: command not found" >&2; exit 127' bash {words} : "$@"
 '''
 import runpy, sys
 sys.argv[:1] = {python_words}
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
-"""The sh part runs our Python in the job of the script, the next command of the name elsewhere: in another job, which
-has inherited PATH, or where our Python is not. The Python part is for `python $(which torchrun)`."""
+"""The bash part runs our Python in the job of the script, the next command of the name elsewhere: in another job, which
+has inherited PATH, or where our Python is not. Debian's sh would lose exported functions; with -p, bash does not read
+BASH_ENV. The Python part is for `python $(which torchrun)`."""
 
 
 def install_commands(run: RunDir, attempt: int, environ: Mapping[str, str], *, original: str) -> dict[str, str]:
@@ -212,6 +213,8 @@ def _with_task(run: RunDir, attempt: int, name: str, command: list[str], line: i
         return command
     step = new_step(run, attempt, _record([name, *head[1:]], program, line))
     task = _task(step, attempt, name)
+    if name == "srun" and "chdir" not in names and "/" in program[0] and os.access(program[0], os.X_OK):
+        program[0] = os.path.join(Path.cwd(), program[0])
     if names & _CONTAINERS:
         task = [*_where_we_are(run), *task]
     return [*head, *task, *program]
@@ -391,7 +394,8 @@ def _run_scontrol(real: str, arguments: Sequence[str], run: RunDir, original: st
 
     done = subprocess.run([real, *arguments], stdout=subprocess.PIPE, check=False)
     ours = os.fsencode(run.launcher_dir / "sbatch" / Path(original).name)
-    sys.stdout.buffer.write(done.stdout.replace(ours, os.fsencode(original)))
+    text = done.stdout.replace(ours + b" " + os.fsencode(run.path), ours).replace(ours, os.fsencode(original))
+    sys.stdout.buffer.write(text)
     sys.stdout.buffer.flush()
     os._exit(done.returncode if done.returncode >= 0 else 128 - done.returncode)
 

@@ -347,11 +347,11 @@ def test_a_container_without_our_python_runs_the_program(job: Job) -> None:
 
 def test_scontrol_names_the_script_that_was_submitted(job: Job) -> None:
     ours = job.run.launcher_dir / "sbatch" / "train it.slurm"
-    job.add_command("scontrol", f'#!/bin/sh\necho "$@"; echo "   Command={ours}"; exit 3\n')
+    job.add_command("scontrol", f'#!/bin/sh\necho "$@"; echo "   Command={ours} {job.run.path} --lr 1"; exit 3\n')
     environment = job.environment("/home/ana/train it.slurm")
     command = ["scontrol", "show", "job", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
-    assert (done.returncode, done.stdout) == (3, "show job 7\n   Command=/home/ana/train it.slurm\n")
+    assert (done.returncode, done.stdout) == (3, "show job 7\n   Command=/home/ana/train it.slurm --lr 1\n")
     command = ["scontrol", "requeue", "7"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=False)
     assert done.stdout.startswith("requeue 7\n")

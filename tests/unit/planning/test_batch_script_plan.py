@@ -43,7 +43,7 @@ def test_sbatch_gets_the_options_of_the_command_line_the_script_and_its_argument
 def test_what_sbatch_gets_is_the_head_of_the_script_byte_for_byte_and_one_command(tmp_path):
     script = plan(tmp_path).slurm.script.encode(errors="surrogateescape")
     first, rest = script.split(b"\n", 1)
-    assert first == b"#!/bin/sh"
+    assert first == b"#!/bin/bash -p"
     assert rest.startswith(HEAD)
     words = shlex.split(rest.removeprefix(HEAD).decode())
     assert (words[0], words[-1]) == ("exec", "$@")
