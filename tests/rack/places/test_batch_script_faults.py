@@ -26,7 +26,9 @@ SRUN = """\
 #SBATCH -N2 --ntasks-per-node=2 {options}
 srun hostname
 srun python train.py
-echo "ended $?"
+code=$?
+echo "ended $code"
+exit $code
 """
 TORCHRUN = """\
 #!/bin/bash
@@ -34,7 +36,9 @@ TORCHRUN = """\
 export HEAD_NODE=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
 srun hostname
 srun torchrun --nnodes=2 --nproc_per_node=2 --rdzv_backend=c10d --rdzv_endpoint=$HEAD_NODE:29777 train.py
-echo "ended $?"
+code=$?
+echo "ended $code"
+exit $code
 """
 FORMS = {"srun": SRUN, "torchrun": TORCHRUN}
 LINES = {"srun": 4, "torchrun": 5}
@@ -93,7 +97,7 @@ def output(person: SlurmPerson) -> str:
 def await_end(person: SlurmPerson, run: RunDir) -> dict[str, Any]:
     """Wait until the run has ended and nothing of it is left; return its status."""
     ends = {"FAILED", "COMPLETED", "CANCELLED", "STOPPED", "TIMEOUT"}
-    status = person.await_status(run, lambda seen: seen["state"] in ends)
+    status = person.await_status(run, lambda seen: seen["state"] in ends, 40)
     token = person.record(run).token
     wait_until(lambda: not processes_with(f"CLUSTERDDP_COOKIE={token}"), 20, what=lambda: person.processes(run))
     wait_until(lambda: person.queue() == [], 60)
@@ -112,7 +116,7 @@ def test_a_rank_that_fails_is_named_with_the_line_of_its_step(
     (person.path / "go").write_text(how)
     status = await_end(person, run)
     cause = status["root_cause"]
-    assert (status["state"], cause["rank"], cause["exit_code"]) == ("COMPLETED", 3, code)
+    assert (status["state"], cause["rank"], cause["exit_code"]) == ("FAILED", 3, code)
     assert words in cause["error"]
     assert f"line {LINES[form]}" in person.clusterddp("status", run.name).stdout
     assert "ended 0" not in output(person)
