@@ -147,8 +147,10 @@ def test_scancel_ends_the_step_and_leaves_nothing(rack: Rack, form: str) -> None
 def test_the_time_limit_ends_the_step_and_is_the_reason(rack: Rack, form: str) -> None:
     person, run = start(rack, form, "limit", "--time=1")
     status = await_end(person, run)
-    assert "time limit" in json.dumps(status)
+    assert "time limit" in status["reason"]
     assert status["state"] == "FAILED"
+    assert person.job(status["job_id"])["JobState"] == "TIMEOUT"
+    assert "ended" not in output(person)
 
 
 def test_a_preempted_job_starts_again_as_the_next_attempt(own_rack: Rack, form: str) -> None:
@@ -162,9 +164,9 @@ def test_a_preempted_job_starts_again_as_the_next_attempt(own_rack: Rack, form: 
     assert "ended 0" in output(person)
 
 
-def test_a_node_that_loses_power_is_named(own_rack: Rack, form: str) -> None:
+def test_a_node_that_loses_power_is_the_reason(own_rack: Rack, form: str) -> None:
     person, run = start(own_rack, form, "power", "--no-requeue")
     own_rack.power_off("node2")
     status = await_end(person, run)
     assert status["state"] == "FAILED"
-    assert "node2" in json.dumps(status["root_cause"])
+    assert "NodeDown" in status["reason"] or "node2" in status["reason"]
