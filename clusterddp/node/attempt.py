@@ -106,6 +106,11 @@ class Attempt:
         """Set when the ranks have not ended in time after a request to stop."""
 
     @property
+    def unchanged(self) -> bool:
+        """True for the program of a batch script, which is not ended for a stop."""
+        return self._gang.entry.unchanged
+
+    @property
     def settling(self) -> bool:
         """True between the first failure and the verdict."""
         return bool(self._failures)
@@ -161,7 +166,7 @@ class Attempt:
 
     def check_time(self, now: float) -> None:
         """Fail the attempt when its ranks have not stopped in time."""
-        if self.begun is None or self._failures or not self.running or self._gang.entry.unchanged:
+        if self.begun is None or self._failures or not self.running or self.unchanged:
             return
         rank = min(self.running)
         what = None
@@ -186,7 +191,7 @@ class Attempt:
         """Return whether the verdict is due: the ranks that are left are then ended."""
         if not self.running:
             return True
-        if self._gang.entry.unchanged and (self.cancel_reason is not None or self.job_ends):
+        if self.unchanged and (self.cancel_reason is not None or self.job_ends):
             return now >= self.ends_by  # as long as the batch system leaves them: they have its signal
         if self.cancel_reason is not None or now >= self._decide_at:
             return True

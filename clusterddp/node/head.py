@@ -58,6 +58,8 @@ class Intent:
     def apply(self, attempt: Attempt) -> bool:
         """Note it in the attempt; True when its ranks have yet to be asked to stop."""
         log_line(f"the job: {self.reason}")
+        if self.kind == "time_is_up" and attempt.unchanged:
+            return attempt.stop_reason is None  # who looks for the stop file has time; nobody is ended before the limit
         if self.kind == "cancelled":
             attempt.cancel_reason = attempt.cancel_reason or self.reason
         attempt.ends_by = min(attempt.ends_by, self.ends_by or float("inf"))

@@ -50,7 +50,7 @@ class SlurmJobWatch:
         """True from SIGTERM until the reason for it is known."""
         self._job = job
         self._allocation = allocation
-        self._stop_lead_s = stop_lead_s  # 0: the ranks are not asked to stop
+        self._stop_lead_s = stop_lead_s
         self._lead_s: float | None = None
         """Set with the first answer: at most half of the time that was left then."""
         self._end: float | None = None
@@ -118,7 +118,7 @@ class SlurmJobWatch:
         self._ask_at = max(self._end - self._lead_s - _ASK_AGAIN_S, answer.asked + _ASK_AGAIN_S)
 
     def _look_at_clock(self, now: float) -> Intent | None:
-        if self._end is None or not self._lead_s or self._time_reported or now < self._end - self._lead_s:
+        if self._end is None or self._lead_s is None or self._time_reported or now < self._end - self._lead_s:
             return None
         self._time_reported = True
         reason = f"the time limit of the job approaches, {max(0.0, self._end - now):.0f} s are left"

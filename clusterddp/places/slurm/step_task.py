@@ -108,7 +108,6 @@ class StepTask(Task):
         ]
         gang |= {
             "token": f"{gang['token']}.{self._run.step}",
-            "stop_lead_s": 0.0,  # the script's --signal says who is told of the time limit
             "nodes": nodes,
             "entry": entry,
             "restarts": 0,
