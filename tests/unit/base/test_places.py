@@ -17,6 +17,7 @@ ALLOWED = {
     "ranks/environment.py": "removes the variables of other launchers",
     "ranks/launched.py": "the table of the variables that each launcher sets for a rank",
     "ranks/slurm_step.py": "the variables of srun",
+    "run/directory.py": "the name that Slurm gives the copy of a batch script, which `$0` shows",
     "run/job_tag.py": "the text whose hash is the tag of every job that was submitted",
     "run/gang.py": "a field of the plan.json of every run",
     "run/leftovers.py": "names slurmstepd as the owner of a process",
