@@ -124,6 +124,7 @@ def test_a_rank_that_fails_is_named_with_the_line_of_its_step(
 
 def test_a_supervisor_that_is_killed_ends_its_step_and_is_named(rack: Rack, form: str) -> None:
     person, run = start(rack, form, "supervisor")
+    wait_until(lambda: any(run.attempt(0).steps.glob("*/start.json")), 30)  # a torchrun's ranks run before that
     token = person.record(run).token
     found = [pid for pid, _ in processes_with(f"CLUSTERDDP_COOKIE={token}.") if role_of(pid).endswith(".s1")]
     os.kill(found[0], signal.SIGKILL)
