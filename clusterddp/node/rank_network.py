@@ -87,7 +87,7 @@ def choose_address(gang: Gang, reached: Mapping[int, str]) -> str:
     if gang.interface:
         return named_interface(gang.interface).address
     addresses = [reached[node_rank] for node_rank in sorted(reached) if not is_loopback(reached[node_rank])]
-    if not addresses and reached:  # nodes that a local run only pretends to have
+    if all(node.host.startswith("127.") for node in gang.nodes):  # nodes that a local run only pretends to have
         return LOOPBACK_ADDRESS
     if not addresses:
         raise ClusterddpError("no node has reached the head at an address of its own")
