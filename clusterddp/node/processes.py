@@ -76,6 +76,12 @@ def die_with_parent(number: int = signal.SIGKILL) -> None:
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
+def lead_group() -> None:
+    """In a child before it becomes a program: lead a process group, as a task of a batch job; die with the parent."""
+    os.setpgid(0, 0)
+    die_with_parent()
+
+
 def signal_group(pid: int, number: int) -> None:
     """Signal the process group of a rank that was not reaped yet, so that no other process has its pid."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -118,12 +118,6 @@ def job_output(attempt: AttemptDir) -> tuple[Path, ...]:
     return tuple(Path(path) for path in paths if path.startswith("/") and is_file(Path(path)))
 
 
-def newest_step(run: RunDir) -> RunDir | None:
-    """Return the step that was started last, in the newest attempt; None: no step has started ranks there."""
-    attempts = RunDir(run.path).attempts()
-    return next(reversed(steps_of(run, attempts[-1].number)), None) if attempts else None
-
-
 def read_batch_script(run: RunDir) -> bytes:
     """Read the script of a run. Raises: ClusterddpError, OSError: it is no regular file, or too long for sbatch."""
     return read_regular(run.batch_script, _MAX_SCRIPT_BYTES)

@@ -8,7 +8,6 @@ script are steps (run/steps.py), by the commands in front of its PATH (step_comm
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import re
@@ -20,6 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from clusterddp.errors import ClusterddpError, SlurmError
+from clusterddp.node.processes import lead_group
 from clusterddp.places.slurm.batch import JobStart, write_claim
 from clusterddp.places.slurm.commands import run_slurm, show_job
 from clusterddp.places.slurm.step_command import install_commands
@@ -44,7 +44,6 @@ from clusterddp.system.storage import retry_outage
 _SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGCONT")
 _ANSWER_S = 5.0
 """How long the submit may take to write the job's id, once the job has started."""
-_PR_SET_PDEATHSIG = 1
 
 
 def run_script(run: RunDir, start: JobStart, arguments: Sequence[str]) -> int:
@@ -98,7 +97,7 @@ class Script:
             argv,
             env=environment,
             close_fds=False,
-            preexec_fn=_lead_group,  # noqa: PLW1509  this process has one thread
+            preexec_fn=lead_group,  # noqa: PLW1509  this process has one thread; `kill 0` in the script spares it
         )
         for number in self.received:
             self._process.send_signal(number)
@@ -194,9 +193,3 @@ def _ended_by_slurm(start: JobStart) -> AttemptEnd | None:
     if job.reason in {"None", ""}:
         return cancelled("the job was cancelled")
     return failed(f"Slurm ended the job ({job.reason})", host=start.host)
-
-
-def _lead_group() -> None:
-    """In the child: lead a process group, as a batch script does (`kill 0` in it), and die with this process."""
-    os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)

@@ -10,7 +10,6 @@ would set are added where there are none. Where the ranks cannot be watched, the
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -25,7 +24,7 @@ from typing import Any, NoReturn
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.hostlist import expand
 from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, interface_towards, is_loopback
-from clusterddp.node.processes import leave_to_reap
+from clusterddp.node.processes import lead_group, leave_to_reap
 from clusterddp.places.slurm.step_command import launcher_argv
 from clusterddp.places.slurm.task import Task, read_plan_file
 from clusterddp.ranks.environment import COOKIE, ERROR_FILE, NCCL_VARIABLES, PLACE_VARIABLES, STEP
@@ -46,7 +45,6 @@ _FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM", "S
 _START_TIMEOUT_S = 120.0
 _DRAIN_S = 2.0
 """How long the output may stay open after the end of the program: by what it has left behind."""
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> int:
@@ -194,7 +192,7 @@ class StepTask(Task):
                     stderr=ends[2][1],
                     env=environment,
                     close_fds=False,  # a launcher's connection, such as PMI_FD, is the program's
-                    preexec_fn=_become_rank,  # noqa: PLW1509  the threads begin afterwards
+                    preexec_fn=lead_group,  # noqa: PLW1509  the threads begin afterwards
                 )
         finally:
             for _, writer in ends.values():
@@ -282,12 +280,6 @@ def _copy(source: int, target: int, log: Path) -> None:
                 data = data[os.write(target, data) :]
     with contextlib.suppress(OSError):
         os.close(source)  # nobody reads it any more: the program gets SIGPIPE, as without us
-
-
-def _become_rank() -> None:
-    """In the child: lead a process group, as a task of Slurm's does, and die with the task."""
-    os.setpgid(0, 0)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def run_plainly(program: Sequence[str]) -> NoReturn:

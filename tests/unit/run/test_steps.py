@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.steps import StepRecord, new_step, newest_step, next_round, read_step, steps_of
+from clusterddp.run.steps import StepRecord, new_step, next_round, read_step, steps_of
 
 
 @pytest.fixture
@@ -25,7 +25,6 @@ def test_each_command_that_starts_ranks_is_a_step_of_its_own(run: RunDir) -> Non
     assert [step.step for step in steps] == ["0", "1", "2"]
     assert read_step(steps[1].attempt(2)) == record()
     assert steps_of(run, 2) == steps
-    assert newest_step(run) == steps[-1]
 
 
 def test_a_later_round_of_a_step_follows_it(run: RunDir) -> None:
