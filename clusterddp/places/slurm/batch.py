@@ -135,9 +135,12 @@ def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
     """Return the run of this job."""
     path = Path(argument)
     if path.is_file():
-        task = f".{environ['SLURM_ARRAY_TASK_ID']}"
+        task = environ["SLURM_ARRAY_TASK_ID"]
         names = read_regular(path, MAX_RECORD_BYTES).decode().split()
-        path = path.parent / next((name for name in names if name.endswith(task)), task)
+        name = next((name for name in names if name.endswith(f".{task}")), None)
+        if name is None:
+            raise ClusterddpError(f"{path}: found no run of task {task} of the job array")
+        path = path.parent / name
     if not RunDir(path).record.is_file():
         host = environ.get("SLURMD_NODENAME") or os.uname().nodename
         raise ClusterddpError(f"{host}: {path}: found no run there; is it on storage that the nodes share?")

@@ -284,6 +284,11 @@ class SessionPool:
                 results[node], host.future = host.future.result(), None
         return results
 
+    def retry_now(self) -> None:
+        """Try hosts that cannot be reached again at the next call: the network may be back."""
+        for host in self._hosts.values():
+            host.num_failures, host.retry_at = 0, 0.0
+
     def close(self) -> None:
         """Close all sessions; a host that still does not answer is not waited for."""
         open_now = [host for host in self._hosts.values() if host.session is not None]  # others write nothing

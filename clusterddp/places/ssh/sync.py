@@ -204,6 +204,8 @@ class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
                 if node in self._unreached:
                     self._unreached.discard(node)
                     self._returned_at = time.monotonic()
+                    assert self._sessions is not None
+                    self._sessions.retry_now()
                 self._report_host(node.host, "", None)
                 for result in answer:
                     self._take(result, reports)

@@ -233,3 +233,22 @@ def test_when_the_network_is_back_the_hosts_that_follow_are_waited_for(hosts: Ho
     threading.Timer(1.0, hosts.down.clear).start()
     assert sync.download()
     sync.close()
+
+
+def test_a_host_that_waits_for_its_next_try_is_asked_at_once_when_another_answers_again(
+    hosts: Hosts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hosts.start()
+    sync = hosts.sync()
+    hosts.down.add("gpu02")
+    with monkeypatch.context() as patch:  # as after many failures: the next try is 15 to 30 s away
+        patch.setattr("clusterddp.places.ssh.sessions._FIRST_PAUSE_S", 30.0)
+        sync.update(timeout_s=60)
+    hosts.down.add("gpu01")
+    hosts.break_links()
+    wait_until(lambda: sync.update() or any(words.startswith("gpu01 cannot be reached") for words in hosts.said), 20)
+    hosts.down.clear()
+    wait_until(lambda: sync.update(timeout_s=60) or "gpu01 answers again" in hosts.said, 20)
+    sync.update(timeout_s=60)
+    sync.close()
+    assert "gpu02 answers again" in hosts.said

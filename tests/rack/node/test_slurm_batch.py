@@ -11,7 +11,7 @@ import pytest
 from clusterddp.run.attempts import read_end
 from clusterddp.run.job_tag import job_tag
 from clusterddp.run.record import read_run, write_run
-from clusterddp.system.files import read_json
+from clusterddp.run.sweep import read_sweep
 from tests.support.slurm_runs import (
     COMPLETE_LATER,
     GO_ON,
@@ -26,6 +26,7 @@ from tests.support.slurm_runs import (
     start,
     start_run,
 )
+from tests.support.sweep_runs import SweepPerson
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
@@ -154,20 +155,11 @@ def test_a_job_that_was_given_up_meanwhile_starts_nothing(cluster):
 
 
 def test_the_task_of_an_array_is_requeued_by_itself(cluster):
-    runs = [
-        make_slurm_run(cluster, name, "", more="restarts: 1", resources="{nodes: 1}") for name in ("arr-0", "arr-1")
-    ]
-    tag = job_tag("of the sweep", 0)
+    place = SweepPerson.at(cluster, "array", "", more="restarts: 1\nslurm: {hold: true}")
+    sweep = place.submit_sweep("env.SEED=0,1")
+    job, runs = read_sweep(sweep).job_id, sweep.runs()
     for run, code in zip(runs, (NEED_JOB, TASK + "end('COMPLETED')\n"), strict=True):
         stand_in(run, code)
-        write_run(run, dataclasses.replace(read_run(run), job_tag=tag))
-    tasks = cluster.dir / "shared" / "tasks.txt"
-    tasks.write_text("".join(f"{run.path}\n" for run in runs))
-    plan = read_json(runs[0].plan)["slurm"]
-    script = runs[0].launcher_dir / "array.sh"
-    script.write_text(plan["script"])
-    python, _, *paths = plan["arguments"]
-    sbatch = [*plan["sbatch"], f"--job-name=sweep.{tag}", "--array=0-1", str(script), python, str(tasks), *paths]
-    job = cluster.run(HEAD, sbatch).stdout.strip()
+    cluster.run(HEAD, ["scontrol", "release", job])
     assert [await_final_end(run).outcome for run in runs] == ["COMPLETED"] * 2
     assert [claims(run) for run in runs] == [[(f"{job}_0", 0), (f"{job}_0", 1)], [(f"{job}_1", 0)]]

@@ -7,7 +7,7 @@ import os
 import pytest
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.places.slurm.batch import Carried, JobStart, claim_attempt
+from clusterddp.places.slurm.batch import Carried, JobStart, claim_attempt, find_run
 from clusterddp.run.attempts import AttemptEnd, later_claimed, make_attempt, read_end, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name, job_tag
@@ -135,3 +135,11 @@ def test_the_task_of_an_array_is_named_by_array_and_index():
 def test_a_batch_script_that_a_user_runs_is_refused():
     with pytest.raises(ClusterddpError, match="only Slurm runs this command"):
         JobStart.of_environment({})
+
+
+def test_a_task_that_the_list_of_a_sweep_lacks_is_named(tmp_path):
+    tasks = tmp_path / "tasks.txt"
+    tasks.write_text("brisk-otter-3.0\nbrisk-otter-3.1\n")
+    with pytest.raises(ClusterddpError) as error:
+        find_run(str(tasks), {"SLURM_ARRAY_TASK_ID": "11"})
+    assert error.value.message == f"{tasks}: found no run of task 11 of the job array"
