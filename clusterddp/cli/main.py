@@ -50,7 +50,7 @@ _REMOVED: dict[str, str] = {
     "explain": "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from",
     "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
     "rerun": "clusterddp submit RUN starts the spec of an earlier run again",
-    "relay": "your script calls W&B, MLflow or Trackio: docs/entry.md#experiment-trackers",
+    "relay": "your script calls W&B, MLflow or Trackio: docs/trackers.md",
     "hosts trust": "type ssh HOST once: it shows the fingerprint, asks, and keeps the key",
     "join": "type clusterddp worker SPEC on each machine of ssh.hosts",
 }

@@ -73,10 +73,11 @@ def test_every_page_that_the_code_names_exists() -> None:
     assert sorted(f"{file.relative_to(ROOT)}: {page}" for file, page in named if not (ROOT / page).is_file()) == []
 
 
-def test_every_page_is_in_the_navigation() -> None:
+def test_every_page_is_in_the_navigation_or_a_decision_of_its_list() -> None:
     text = (ROOT / "mkdocs.yml").read_text()
     listed = re.findall(r"[\w/-]+\.md", str(yaml.safe_load(text)["nav"]))
-    assert sorted(listed) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
+    decisions = [f"decisions/{name}" for name in _LINK.findall((DOCS / "decisions/index.md").read_text())]
+    assert sorted(listed + decisions) == sorted(str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md"))
 
 
 @pytest.mark.parametrize(
