@@ -56,15 +56,18 @@ class Problem:
     hint: str | None = None
 
 
+NOT_SUBMITTED = "nothing was submitted"
+
+
 class SpecError(ClusterddpError):
     """The spec is wrong; `problems` has every problem, in the order of the file."""
 
     exit_code = 2
 
-    def __init__(self, problems: tuple[Problem, ...], result: str = "nothing was submitted") -> None:
+    def __init__(self, problems: tuple[Problem, ...], result: str = NOT_SUBMITTED) -> None:
         sources = ", ".join(dict.fromkeys(problem.source for problem in problems))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__(f"{sources} has {count}, {result}")
+        super().__init__(f"{sources} has {count}{result and ', '}{result}")
         self.problems = problems
         self.result = result
 

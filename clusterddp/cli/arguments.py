@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import glob
+import re
 import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import click
 from click.shell_completion import CompletionItem
 
 from clusterddp.cli.terminal import HELP_OPTIONS, Terminal
-from clusterddp.errors import ClusterddpError
+from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_places, list_runs, newest_run
 from clusterddp.run.seal import is_ours
@@ -84,22 +85,49 @@ class StartOptions:
 
 
 END_OF_OPTIONS = "--"
+_ASSIGNMENT = re.compile(r"[+~]?[A-Za-z_][\w.-]*=")
+_HOST = re.compile(r"[A-Za-z0-9][\w.,\[\]-]*")
 
 
-class WithArguments(click.Command):
-    """A command that sees the `--` after its first argument, which click leaves out."""
+class Command(click.Command):
+    """A command whose KEY=VALUE arguments may stand before its first argument, too."""
+
+    keeps_end_of_options = False
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        if END_OF_OPTIONS in args:
-            at = args.index(END_OF_OPTIONS)
-            first = next(param.name or "" for param in self.params if isinstance(param, click.Argument))
-            before, _, _ = self.make_parser(ctx).parse_args(args[:at])
-            if isinstance(before.get(first), str):
-                args = [*args[:at], END_OF_OPTIONS, *args[at:]]
-        return super().parse_args(ctx, args)
+        arguments = [param for param in self.params if isinstance(param, click.Argument)]
+        if ctx.resilient_parsing or not any(param.name == "overrides" for param in arguments):
+            return super().parse_args(ctx, args)
+        at = args.index(END_OF_OPTIONS) if END_OF_OPTIONS in args else len(args)
+        given, _, _ = self.make_parser(ctx).parse_args(args[:at])
+        # What is not given is an object of click's own.
+        words = list(given["overrides"]) if isinstance(given["overrides"], tuple) else []
+        first = given.get(arguments[0].name or "")
+        if at < len(args) and self.keeps_end_of_options and isinstance(first, str):  # click leaves the first one out
+            args = [*args[:at], END_OF_OPTIONS, *args[at:]]
+        rest = super().parse_args(ctx, args)
+        if isinstance(first, str) and _ASSIGNMENT.match(first) and not Path(first).exists():
+            meant = next((word for word in words if not _ASSIGNMENT.match(word)), None)
+            if meant is None:
+                hint = " ".join([ctx.command_path, arguments[0].make_metavar(ctx), first, *words])
+                raise UsageError(f"{first}: names no spec, it is a value for one", hint=hint)
+            overrides = [first, *ctx.params["overrides"]]
+            overrides.remove(meant)
+            ctx.params |= {arguments[0].name: arguments[0].type_cast_value(ctx, meant), "overrides": tuple(overrides)}
+        stray = next((word for word in ctx.params["overrides"] if word == END_OF_OPTIONS or "=" not in word), None)
+        if isinstance(given.get("hosts"), str) and stray and _HOST.fullmatch(stray):
+            hint = f"--hosts takes one word: --hosts {given['hosts']},{stray}"
+            raise UsageError(f"{stray}: expected KEY=VALUE", hint=hint)
+        return rest
 
 
-def command(name: str, cls: type[click.Command] = click.Command) -> Callable[[Callable[..., Any]], click.Command]:
+class WithArguments(Command):
+    """A command that sees the `--` after its first argument, which click leaves out."""
+
+    keeps_end_of_options = True
+
+
+def command(name: str, cls: type[click.Command] = Command) -> Callable[[Callable[..., Any]], click.Command]:
     """Make a function a command that also takes the options of `clusterddp` itself, which users type anywhere."""
 
     def decorate(function: Callable[..., Any]) -> click.Command:

@@ -52,8 +52,9 @@ _WITHIN_S, _MAX_REQUEST_BYTES = 5.0, 16 * 1024
 
 @command("dash")
 @click.option(
-    "--port", type=click.IntRange(0, 65535), default=DEFAULT_PORT, show_default=True, help="0: any free port."
-)
+    "--port", type=click.IntRange(0, 65535), metavar="PORT", default=DEFAULT_PORT, show_default=True,
+    help="0: any free port.",
+)  # fmt: skip
 @runs_option
 @click.pass_obj
 def dash(terminal: Terminal, *, port: int, runs_dir: Path) -> None:

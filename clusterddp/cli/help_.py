@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import re
 from pathlib import Path
 
 import click
@@ -21,13 +23,14 @@ TOPICS = {
     "json": "the fields of -o json",
 }
 """Page of docs/reference -> its content."""
+_MORE = "clusterddp help COMMAND shows a command's options, help KEY or SECTION what it means in a spec."
 
 
 @command("help")
-@click.argument("topic", metavar="[TOPIC|COMMAND]", required=False)
+@click.argument("topic", metavar="[TOPIC|COMMAND|KEY]", required=False)
 @click.pass_context
 def help_(ctx: click.Context, *, topic: str | None) -> None:
-    """Print a page of the reference, or the options of a command.
+    """Print a page of the reference, the options of a command, or what a key or section of a spec means.
 
     Without TOPIC, the list of topics.
     """
@@ -35,17 +38,32 @@ def help_(ctx: click.Context, *, topic: str | None) -> None:
     assert isinstance(index, click.Group)
     if topic is None:
         lines = [f"  {name:<13}{summary}" for name, summary in TOPICS.items()]
-        put("\n".join(["Topics of clusterddp help:", *lines, "", "clusterddp help COMMAND shows a command's options."]))
+        put("\n".join(["Topics of clusterddp help:", *lines, "", _MORE]))
     elif topic in TOPICS:
         put(_page(topic).rstrip("\n"))
     elif (asked := index.get_command(ctx, topic)) is not None:
         assert ctx.parent is not None
         put(asked.get_help(click.Context(asked, info_name=topic, parent=ctx.parent)))
+    elif (section := _section_of_spec(topic)) is not None:
+        put(section)
     else:
-        raise UsageError(f"{topic}: no such topic or command", hint=f"one of {', '.join(TOPICS)}, or a command")
+        hint = f"one of {', '.join(TOPICS)}, a command, or a key of a spec"
+        raise UsageError(f"{topic}: no such topic, command or key", hint=hint)
 
 
 COMMANDS = {"help": help_}
+
+
+def _section_of_spec(key: str) -> str | None:
+    """Return what the reference says of a key or a section, with the keys in it; None: there is none of this name."""
+    lines = _page("spec").splitlines()
+    heading = next((line for line in lines if re.fullmatch(rf"###? {re.escape(key)}", line)), None)
+    if heading is None:
+        return None
+    first = lines.index(heading)
+    level = heading.count("#")
+    rest = itertools.takewhile(lambda line: not re.match(rf"#{{1,{level}}} ", line), lines[first + 1 :])
+    return "\n".join([heading, *rest]).rstrip()
 
 
 def _page(topic: str) -> str:

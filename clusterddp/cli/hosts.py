@@ -1,14 +1,15 @@
-"""The command hosts check: whether SSH reaches a host."""
+"""The command hosts: which hosts files name, and whether SSH reaches them (check)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from clusterddp.cli.arguments import HostName, command, output_option
-from clusterddp.cli.terminal import Terminal, put, put_json, table
+from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, SshError
 from clusterddp.view.printable import printable
 
@@ -47,9 +48,28 @@ def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
     return 0 if healthy else PreflightError.exit_code
 
 
-@click.group("hosts")
-def hosts() -> None:
-    """Check the hosts that SSH reaches, as your own ssh does."""
+@click.group("hosts", invoke_without_command=True)
+@click.pass_context
+def hosts(ctx: click.Context) -> None:
+    """Check the hosts that SSH reaches, as your own ssh does.
+
+    Without a command, list the hosts that ssh.hosts of clusterddp.yaml and ~/.ssh/config name.
+    """
+    if ctx.invoked_subcommand is not None:
+        return
+    from clusterddp.places.ssh.config import config_names, home
+    from clusterddp.spec.load import read_shared_values
+    from clusterddp.spec.tree import ListNode, Scalar
+    from clusterddp.spec.tree import Mapping as Section
+
+    found = dict.fromkeys(config_names(home() / ".ssh" / "config"), "~/.ssh/config")
+    given = read_shared_values(ctx.obj.environ, Path("job.yaml")).get("ssh.hosts")
+    for item in given.items if isinstance(given, ListNode) else ():
+        name = item.entries.get("host") if isinstance(item, Section) else item
+        found |= {name.text: name.place.source} if isinstance(name, Scalar) else {}
+    if found:
+        put("\n".join(table([["HOST", "FROM"], *([printable(name), where] for name, where in found.items())])))
+    say("clusterddp hosts check HOST... connects to them" if found else "no file names a host: ~/.ssh/config would")
 
 
 hosts.add_command(check)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
@@ -72,7 +73,8 @@ def import_(
         put(imported.text.rstrip("\n"))
     elif not write_text(output, imported.text, exclusive=not force) and not force:
         raise UsageError(f"{output}: exists, and is left as it is", hint="give another path, or --force")
-    for fate, heading in HEADINGS.items():
+    # On a terminal the comments of the spec have said it.
+    for fate, heading in HEADINGS.items() if output is not None or not sys.stdout.isatty() else ():
         lines = [f"  {spell(each)}" for each in imported.left if each.fate == fate]
         if lines:
             say("\n".join([f"{heading}:", *lines]))

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
 
 _LAUNCHERS = click.Choice(["local", "ssh", "slurm"])
 _NO_SCRIPT = "none"
-_DISTRIBUTED = re.compile(r"\s*(import|from) torch\.distributed|\s*from torch import .*\bdistributed\b")
+_DISTRIBUTED = re.compile(
+    r"\s*from torch\.distributed|\s*from torch import .*\bdistributed\b|\s*import (.*,\s*)?torch\.distributed"
+)
 _MAIN = re.compile(r"^if __name__ == [\"']__main__[\"']")
 _MOST_BYTES = 1_000_000
 _COMMENT_COLUMN = 30
@@ -84,13 +86,15 @@ def init(terminal: Terminal, *, path: Path, answers: Answers, profile: str | Non
     if str(path) != "-" and path.exists() and not force:
         raise _exists(path)
     answers = replace(answers, given=read_shared_values(terminal.environ, path))
-    text, notes = _first_spec(answers, terminal, profile)
+    script, several = _choose_script(answers)
+    text, notes = _first_spec(answers, script, terminal, profile)
+    notes += [f"several scripts are here ({', '.join(several)}): --script names what the ranks run"] if several else []
     if str(path) == "-":
         put(text.rstrip("\n"))
     elif not write_text(path, text, exclusive=not force) and not force:
         raise _exists(path)
     else:
-        say(f"wrote {path}")
+        say(f"wrote {path}: its ranks run {script or 'the built-in trainer'}")
     for note in notes:
         say_note(note)
     if str(path) != "-":
@@ -102,7 +106,7 @@ def init(terminal: Terminal, *, path: Path, answers: Answers, profile: str | Non
 COMMANDS = {"init": init}
 
 
-def _first_spec(answers: Answers, terminal: Terminal, profile: str | None) -> tuple[str, list[str]]:
+def _first_spec(answers: Answers, script: str | None, terminal: Terminal, profile: str | None) -> tuple[str, list[str]]:
     """Return the text of the spec, and notes on it."""
     node = find_node(profile, terminal.environ) if profile else None
     launcher = _choose_launcher(answers, terminal, has_login=node is not None)
@@ -116,12 +120,10 @@ def _first_spec(answers: Answers, terminal: Terminal, profile: str | None) -> tu
     elif launcher == "ssh" and (answers.hosts or "ssh.hosts" not in answers.given):
         text, notes = _fill_hosts(text, answers)
         chosen.add("ssh.hosts")
-    script, several = _choose_script(answers)
     if script is not None:  # in place of the trainer, the last section of each template
         from clusterddp.spec.yamlfile import flow_yaml
 
         text = _TRAIN.sub(lambda _: _ENTRY.format(script=flow_yaml(script)), text)
-    notes += [f"several scripts are here ({', '.join(several)}): --script names what the ranks run"] if several else []
     files = {key: value.place.source for key, value in answers.given.items() if key not in chosen}
     return without_given(text, files), notes
 

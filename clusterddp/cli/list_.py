@@ -80,7 +80,7 @@ class Selection:
 )
 @click.option("--name", "spec_name", metavar="NAME", help="Only runs whose spec has this name.")
 @click.option("--sort", "order", type=click.Choice(_SORT_KEYS), metavar="KEY", help=_SORT_HELP)
-@click.option("-n", "--limit", type=click.IntRange(min=1), help="Show at most N; 20, or all runs of SWEEP.")
+@click.option("--limit", type=click.IntRange(min=1), metavar="N", help="Show at most N; 20, or all runs of SWEEP.")
 @click.option("--wide", is_flag=True, help="All columns, uncut, and what each run takes on disk here.")
 @output_option
 @runs_option
@@ -110,7 +110,7 @@ def list_(
         total = found if selection.selects or selection.order else len(runs)
         if len(summaries) < total:
             which = "first" if selection.order else "newest"
-            say(f"the {which} {len(summaries)} of {total} {selection.noun}; -n {total} shows all")
+            say(f"the {which} {len(summaries)} of {total} {selection.noun}; --limit {total} shows all")
     else:
         say(f"no {selection.noun} in {runs_dir}" if runs else f"no runs in {runs_dir} yet: clusterddp demo makes one")
 
@@ -130,7 +130,7 @@ def _select(
     at_once = max(limit, _RUNS_AT_ONCE) if selection.selects or selection.order else limit
     selected: list[RunSummary] = []
     num_found = 0
-    for run, record, view in _selected(runs, selection, terminal, at_once=at_once):
+    for run, record, view in select_runs(runs, selection, terminal, at_once=at_once):
         num_found += 1
         # The runs that are only counted need no more than their state.
         if selection.order or len(selected) < limit:
@@ -148,7 +148,7 @@ def _select(
     return selected[:limit], num_found
 
 
-def _selected(
+def select_runs(
     runs: Iterator[RunDir], selection: Selection, terminal: Terminal, *, at_once: int
 ) -> Iterator[tuple[RunDir, RunRecord, RunView]]:
     """Yield the runs that are selected; Slurm is asked once for `at_once` of them, and each host once."""

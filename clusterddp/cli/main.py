@@ -4,57 +4,92 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import itertools
 import os
+import shlex
 import sys
 import traceback
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import click
 
 from clusterddp import __version__
 from clusterddp.cli.terminal import HELP_OPTIONS, Terminal, say, say_error, writing_stdout
-from clusterddp.errors import ClusterddpError, SpecError, UsageError
+from clusterddp.errors import NOT_SUBMITTED, ClusterddpError, SpecError, UsageError
 
+_DAILY, _BEFORE, _HANGS, _RESULTS, _OTHERS, _OWN = (
+    *("Every day", "Before a run", "When it hangs", "Results", "Other launchers", "This command"),
+)
 _COMMANDS = {
-    "demo": ("setup", "Run", "two ranks learn on this machine, in under a minute"),
-    "init": ("init", "Run", "write a commented spec to start from"),
-    "doctor": ("doctor", "Run", "look at this machine, the cluster and its nodes before a run"),
-    "hosts": ("hosts", "Run", "check the hosts that SSH reaches"),
-    "import": ("import_", "Run", "write a spec from a batch script, a hostfile, a config of another launcher"),
-    "submit": ("submit", "Run", "start what a spec describes, or the spec of an earlier run again"),
-    "manifest": ("import_", "Run", "print a Kubeflow PyTorchJob that runs a spec"),
-    "resume": ("submit", "Run", "continue a run from its newest checkpoint"),
-    "worker": ("worker", "Run", "take part in a run: a rank of torchrun, srun, mpirun, or a machine of ssh.hosts"),
-    "cancel": ("runs", "Run", "end runs"),
-    "status": ("runs", "Look", "show one run: state, progress, ranks, why it failed"),
-    "logs": ("runs", "Look", "show what ranks printed"),
-    "stacks": ("stacks", "Look", "show where each rank is: who waits for whom, and why a run hangs"),
-    "exec": ("exec_", "Look", "run a command, or a shell, beside a running rank, on its machine and in its job"),
-    "wait": ("runs", "Look", "wait until a run has ended"),
-    "rm": ("removal", "Run", "remove runs that have ended"),
-    "list": ("list_", "Look", "show all runs, newest first"),
-    "report": ("report", "Look", "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
-    "dash": ("dash", "Look", "serve live pages about all runs for a browser on this machine"),
-    "compare": ("report", "Look", "show what differs between runs, and what they came to"),
-    "ps": ("ps", "Look", "show the processes of runs on this machine or on hosts, and those without a supervisor"),
-    "gc": ("ps", "Run", "kill orphaned processes of runs on this machine or on hosts"),
-    "help": ("help_", "Settings", "print a page of the reference: exit codes, keys of a spec, variables, launchers"),
-    "schema": ("setup", "Settings", "print the JSON Schema of a spec, for editors"),
-    "completion": ("setup", "Settings", "print the completion script of a shell"),
+    "submit": ("submit", _DAILY, "start what a spec describes, or the spec of an earlier run again"),
+    "status": ("runs", _DAILY, "show one run: state, progress, ranks, why it failed"),
+    "logs": ("runs", _DAILY, "show what ranks printed"),
+    "list": ("list_", _DAILY, "show all runs, newest first"),
+    "cancel": ("runs", _DAILY, "end runs"),
+    "resume": ("submit", _DAILY, "continue a run from its newest checkpoint"),
+    "wait": ("runs", _DAILY, "wait until a run has ended"),
+    "init": ("init", _BEFORE, "write a commented spec to start from"),
+    "import": ("import_", _BEFORE, "write a spec from a batch script, a hostfile, a config of another launcher"),
+    "doctor": ("doctor", _BEFORE, "look at this machine, the cluster and its nodes before a run"),
+    "hosts": ("hosts", _BEFORE, "list the hosts that SSH reaches, and check them"),
+    "demo": ("setup", _BEFORE, "two ranks learn on this machine, in under a minute"),
+    "stacks": ("stacks", _HANGS, "show where each rank is: who waits for whom, and why a run hangs"),
+    "exec": ("exec_", _HANGS, "run a command, or a shell, beside a running rank, on its machine and in its job"),
+    "ps": ("ps", _HANGS, "show the processes of runs on this machine or on hosts, and those without a supervisor"),
+    "gc": ("ps", _HANGS, "kill orphaned processes of runs on this machine or on hosts"),
+    "report": ("report", _RESULTS, "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
+    "dash": ("dash", _RESULTS, "serve live pages about all runs for a browser on this machine"),
+    "compare": ("report", _RESULTS, "show what differs between runs, and their results"),
+    "rm": ("removal", _RESULTS, "remove runs that have ended"),
+    "worker": ("worker", _OTHERS, "take part in a run: a rank of torchrun, srun, mpirun, or a machine of ssh.hosts"),
+    "manifest": ("import_", _OTHERS, "print a Kubeflow PyTorchJob that runs a spec"),
+    "help": ("help_", _OWN, "print a page of the reference: exit codes, keys of a spec, variables, launchers"),
+    "schema": ("setup", _OWN, "print the JSON Schema of a spec, for editors"),
+    "completion": ("setup", _OWN, "print the completion script of a shell"),
 }
 """Command -> its module in this package, the group in `--help`, what it does."""
 
-_REMOVED: dict[str, str] = {
-    "shell": "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one",
-    "share": "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group",
-    "explain": "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from",
-    "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
+_START = "clusterddp submit SPEC starts a run"
+_SHOW = "clusterddp status RUN shows a run; with --watch, until it has ended"
+_LIST = "clusterddp list shows all runs"
+_LOGS = "clusterddp logs RUN --follow shows what a run prints"
+_CANCEL = "clusterddp cancel RUN ends a run; cancel --all, all of them"
+_REMOVE = "clusterddp rm RUN removes a run that has ended"
+_SHELL = "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one"
+_INSTEAD = {
+    **dict.fromkeys(["run", "start", "launch", "train", "sbatch", "create", "up", "apply"], _START),
+    **dict.fromkeys(["show", "info", "describe", "get", "watch", "job"], _SHOW),
+    **dict.fromkeys(["ls", "queue", "squeue", "jobs", "runs", "history", "sacct"], _LIST),
+    **dict.fromkeys(["log", "tail", "output"], _LOGS),
+    **dict.fromkeys(["stop", "kill", "scancel", "abort", "end", "down"], _CANCEL),
+    **dict.fromkeys(["delete", "remove", "del", "purge"], _REMOVE),
+    **dict.fromkeys(["ssh", "shell", "bash"], _SHELL),
+    **dict.fromkeys(["restart", "continue"], "clusterddp resume RUN continues a run, clusterddp submit RUN repeats it"),
+    **dict.fromkeys(["clean", "cleanup"], f"{_REMOVE}; clusterddp gc kills orphaned processes"),
     "rerun": "clusterddp submit RUN starts the spec of an earlier run again",
+    "attach": f"{_LOGS}; {_SHELL}",
+    "top": f"{_SHOW}; clusterddp dash shows all in a browser",
+    "sweep": "clusterddp submit SPEC KEY=A,B --sweep makes a run of each value",
+    "resubmit": "clusterddp submit RUN starts the spec of an earlier run again",
+    "debug": "clusterddp stacks RUN shows where each rank is; clusterddp exec RUN opens a shell beside rank 0",
+    "check": "clusterddp doctor looks at the machines, clusterddp submit SPEC -n shows the plan",
+    "dryrun": "clusterddp submit SPEC -n shows the plan",
+    "explain": "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from",
+    "config": "clusterddp help spec lists the keys of a spec, clusterddp submit SPEC -n -v shows their values",
+    "version": "clusterddp --version prints it",
+    "share": "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group",
+    "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
     "relay": "your script calls W&B, MLflow or Trackio: docs/trackers.md",
     "hosts trust": "type ssh HOST once: it shows the fingerprint, asks, and keeps the key",
     "join": "type clusterddp worker SPEC on each machine of ssh.hosts",
 }
-"""Command that earlier versions had -> what to type instead, in one sentence for a hint."""
+"""What people type who know another program, or an earlier version -> what to type instead, in a sentence."""
+
+_STARTING = {"submit", "resume", "worker", "demo"}
+"""Commands that submit a run."""
+_SCRIPTS = {".slurm", ".sbatch", ".sh"}
 
 WITHOUT_JSON = {
     "demo": "its run is one like any other: `status -o json` has it",
@@ -125,13 +160,24 @@ class CommandIndex(click.Group):
     ) -> tuple[str | None, click.Command | None, list[str]]:
         # click's own "did you mean" looks only at commands that were imported.
         for name in (args[0], " ".join(args[:2])):
-            if name in _REMOVED:
-                raise UsageError(f'the command "{name}" was removed', hint=_REMOVED[name])
+            if name in _INSTEAD:
+                raise UsageError(f'no such command "{name}"', hint=_INSTEAD[name])
         if args[0] not in _COMMANDS and not args[0].startswith("-") and not ctx.resilient_parsing:
+            if hint := _hint_for_file(Path(args[0])):
+                raise UsageError(f'no such command "{args[0]}"', hint=hint)
             matches = difflib.get_close_matches(args[0], _COMMANDS, n=1)
             question = f' Did you mean "{matches[0]}"?' if matches else ""
             raise click.UsageError(f'no such command "{args[0]}".{question}', ctx)
         return super().resolve_command(ctx, args)
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecError as error:
+            name = ctx.invoked_subcommand or ""
+            if error.result != NOT_SUBMITTED or name in _STARTING:
+                raise
+            raise SpecError(error.problems, "nothing was imported" if name == "import" else "") from error
 
     def format_help(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         formatter.write("clusterddp - run PyTorch DDP jobs from one YAML file\n\n")
@@ -187,7 +233,7 @@ def _run_and_report(arguments: list[str], terminal: Terminal) -> int:
     except Exception as error:
         with click.Context(cli) as context:
             context.color = terminal.color
-            exit_code = _print_error(error, terminal)
+            exit_code = _print_error(error, terminal, arguments)
         try:
             sys.stdout.flush()
         except OSError:  # the error may be this one, which is printed already
@@ -209,7 +255,7 @@ def _run(arguments: list[str], terminal: Terminal) -> int:
     return exit_code if isinstance(exit_code, int) else 0
 
 
-def _print_error(error: Exception, terminal: Terminal) -> int:
+def _print_error(error: Exception, terminal: Terminal, arguments: Sequence[str]) -> int:
     """Print the error that ended the command; return its exit code."""
     if terminal.debug:
         traceback.print_exception(error)
@@ -225,7 +271,12 @@ def _print_error(error: Exception, terminal: Terminal) -> int:
         context = getattr(error, "ctx", None)
         message = error.format_message()
         message = message[:1].lower() + message[1:].rstrip(".")
-        say_error(message, hint=_usage_hint(error, context) if context else None)
+        hint = f"{context.command_path} --help" if context else None
+        if context and isinstance(error, click.NoSuchOption):
+            instead = _option_hint(error.option_name, context, arguments)
+            message = f"no such option {error.option_name}" if instead else message
+            hint = f"{instead}; {hint}" if instead else hint
+        say_error(message, hint=hint)
         return error.exit_code
     if isinstance(error, OSError) and not str(error.filename or "").startswith("/") and _is_directory_gone():
         say_error("the working directory is gone: it was removed, or its file system is away", hint="cd to another one")
@@ -249,13 +300,49 @@ def _is_directory_gone() -> bool:
     return False
 
 
-def _usage_hint(error: click.ClickException, context: click.Context) -> str:
-    """Return what to type after wrong usage; an unknown option may be meant for the user's program."""
-    takes_values = any(param.name == "overrides" for param in context.command.params)
-    if isinstance(error, click.NoSuchOption) and error.option_name.startswith("--") and takes_values:
-        name = error.option_name.lstrip("-")
-        return f"entry.args.{name}=... sets --{name} of your program; {context.command_path} --help"
-    return f"{context.command_path} --help"
+_OPTIONS = {
+    "json": "-o json prints JSON",
+    "format": "-o json prints JSON",
+    "set": "values need no option: clusterddp submit SPEC KEY=VALUE",
+    "override": "values need no option: clusterddp submit SPEC KEY=VALUE",
+    "config": "the spec needs no option: clusterddp submit SPEC",
+    "yes": "leave it out, this command asks nothing",
+    "dryrun": "-n, or --dry-run, shows the plan",
+    "watch": "--follow shows what rank 0 prints; clusterddp status RUN --watch shows the ranks",
+}
+"""Option that other programs have, without its hyphens -> what to type instead, in a sentence."""
+
+
+def _option_hint(option: str, context: click.Context, arguments: Sequence[str]) -> str | None:
+    """Return what to type for an option that the command does not have; it may be meant for the user's program."""
+    name = option.lstrip("-")
+    names = {param.name: param.opts[-1] for param in context.command.params if isinstance(param, click.Option)}
+    values = [
+        word.removeprefix(f"{option}=") if word.startswith(f"{option}=") else following
+        for word, following in itertools.pairwise([*arguments, ""])
+        if word.partition("=")[0] == option
+    ]
+    value = shlex.quote(values[0]) if values and values[0] and not values[0].startswith("-") else "..."
+    if name == "n" and (number := names.get("limit") or names.get("tail_lines")):
+        return f"{number} {value}; -n is --dry-run, where a command has one"
+    if name == "json" and context.info_name in WITHOUT_JSON:
+        return f"there is no JSON: {context.info_name} {WITHOUT_JSON[context.info_name]}"
+    if name in _OPTIONS:
+        return _OPTIONS[name]
+    if option.startswith("--") and any(param.name == "overrides" for param in context.command.params):
+        from clusterddp.spec.keys import key_of_option
+
+        key = key_of_option(name)
+        return f"{key}={value}" if key else f"entry.args.{name}={value} sets {option} of your program"
+    return None
+
+
+def _hint_for_file(path: Path) -> str | None:
+    """Return what to type for a file that stands in place of a command."""
+    name = shlex.quote(str(path))
+    if path.suffix == ".py":
+        return f"clusterddp init --script {name} writes a spec that runs it, clusterddp submit starts that"
+    return f"clusterddp submit {name}" if path.suffix in {".yaml", ".yml", *_SCRIPTS} or path.is_file() else None
 
 
 def _prepare_streams() -> None:

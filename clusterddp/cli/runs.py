@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 import click
 
 from clusterddp.cli.arguments import RunName, address, collected, command, output_option, run_argument, runs_option
+from clusterddp.cli.list_ import Selection, select_runs
 from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.sweeps import show_sweep, wait_for_all
-from clusterddp.cli.terminal import Terminal, columns_of, put_json, say, say_error, say_note
+from clusterddp.cli.terminal import Terminal, columns_of, confirm, put_json, say, say_error, say_note
 from clusterddp.cli.text.status import status_lines
 from clusterddp.cli.watch import (
     say_ending,
@@ -30,10 +31,12 @@ from clusterddp.places.ssh.host_run import is_unknown, raise_if_unknown
 from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
-from clusterddp.run.find import find_run
+from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
+from clusterddp.run.seal import is_ours
+from clusterddp.run.state import RunState
 from clusterddp.run.steps import is_batch_script, job_output, shown_step, steps_of
-from clusterddp.run.sweep import find_sweep
+from clusterddp.run.sweep import find_sweep, sweep_of
 from clusterddp.system.files import read_json
 from clusterddp.view.printable import printable
 
@@ -191,16 +194,37 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, output: str,
 
 @command("cancel")
 @works_at_login
-@click.argument("names", metavar="RUN...", nargs=-1, required=True, type=RunName())
+@click.argument("names", metavar="[RUN]...", nargs=-1, type=RunName())
+@click.option("--all", "every", is_flag=True, help="All runs of yours that have not ended, after asking.")
+@click.option("--name", "spec_name", metavar="NAME", help="Those of yours whose spec has this name.")
+@click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--save", is_flag=True, help="Let the ranks write a checkpoint first.")
 @output_option
 @runs_option
 @click.pass_obj
-def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: str, runs_dir: Path) -> int:
+def cancel(
+    terminal: Terminal,
+    *,
+    names: tuple[str, ...],
+    every: bool,
+    spec_name: str | None,
+    yes: bool,
+    save: bool,
+    output: str,
+    runs_dir: Path,
+) -> int:
     """End runs: every process of them, on every node. A run that has ended is left as it is."""
     from clusterddp.submission.cancel import cancel as cancel_run
     from clusterddp.submission.sweep_array import cancel_sweep
 
+    if (bool(names), every, spec_name is not None).count(True) != 1:
+        given = "names no run" if not names else "--all and --name choose the runs themselves"
+        raise UsageError(given, hint="one of: clusterddp cancel RUN, cancel --name NAME, cancel --all")
+    if not names:
+        names = _unfinished(runs_dir, spec_name, terminal)
+        say(printable(f"to cancel: {', '.join(names)}") if names else f"no run to cancel in {runs_dir}")
+    if every and names and not yes and not confirm("Cancel them?", hint="--yes", refused="nothing was cancelled"):
+        return 1
     exit_code = 0
     results: list[dict[str, str | None]] = []
     for index, name in enumerate(names):
@@ -224,6 +248,15 @@ def cancel(terminal: Terminal, *, names: tuple[str, ...], save: bool, output: st
     if output == "json":
         put_json({"runs": results})
     return exit_code
+
+
+def _unfinished(runs_dir: Path, spec_name: str | None, terminal: Terminal) -> tuple[str, ...]:
+    """List this user's runs that have not ended, a sweep once, oldest first; `spec_name`: of specs with this name."""
+    states = tuple(state.value for state in RunState if not state.finished)
+    runs = [run for run in list_runs(runs_dir) if is_ours(run)]
+    selection = Selection(states=states, spec_name=spec_name, order=None)
+    found = [run for run, _, _ in select_runs(iter(runs), selection, terminal, at_once=max(1, len(runs)))]
+    return tuple(dict.fromkeys((sweep_of(run) or run).name for run in found))
 
 
 def _say_of(run: str, text: str) -> None:

@@ -49,6 +49,7 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.seal import mark_of
 from clusterddp.run.steps import is_batch_script, read_batch_script
 from clusterddp.run.sweep import find_sweep
+from clusterddp.spec.tree import near_file
 from clusterddp.system.files import build_record, read_json
 from clusterddp.view.printable import printable
 
@@ -127,7 +128,10 @@ def submit(
         return _submit_script(terminal, Path(spec), overrides, place, options)
     words, args = _parted(overrides)
     overrides, flags, hosts = (*words, *(args or ())), place.flags, place.read_hosts()
-    read = load_sweep(spec, overrides, sweep=sweep, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
+    read = load_sweep(
+        *(spec, overrides), sweep=sweep, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts,
+        working_dir=Path.cwd(),
+    )  # fmt: skip
     if smoke_test and read.keys:
         raise click.UsageError("--smoke-test is for one run, and this is a sweep of many: give one value for each key")
     resolved = read.variants[0].resolved
@@ -224,7 +228,8 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
     try:
         parent = find_run(options.runs_dir, name)
     except RunNotFoundError as error:
-        raise UsageError(f"{name}: no such file, and {error.message}", hint=error.hint) from None
+        near = "" if "Did you mean" in error.message else near_file(Path(name))
+        raise UsageError(f"{name}: no such file, and {error.message}{near}", hint=error.hint) from None
     if name != "@last" and os.sep not in name and not parent.name.startswith(name):
         hint = f"its newest run is {parent.name}"
         raise UsageError(f"{name} is the name of a spec, not of a file or a run", hint=hint)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import difflib
 import os
+import re
 from pathlib import Path
 from typing import TypedDict
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
 from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_run_name
+from clusterddp.run.record import JobAnswer, read_run
 from clusterddp.run.seal import is_ours
 from clusterddp.system.files import is_file, read_record
 
@@ -41,9 +44,9 @@ def list_places(runs_dir: Path) -> list[Path]:
 
 
 def find_run(runs_dir: Path, name: str) -> RunDir:
-    """Find a run by its own name, an unambiguous beginning of it, `@last`, its path, or the `name:` of its spec.
+    """Find a run by its own name, an unambiguous beginning of it, `@last`, its path, its spec's `name:`, or its job.
 
-    Of several runs of one spec it is the one that has not ended, else the newest. `@last` and the name of a spec mean
+    A job is Slurm's id, with its task in a job array: 12345, 12345_3; elsewhere the id that status shows. Of several runs of one spec it is the one that has not ended, else the newest. `@last` and the name of a spec mean
     this user's own runs.
     Raises: RunNotFoundError: there is none. UsageError: several runs match.
     """
@@ -54,16 +57,34 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
         return newest
     exact = [run for run in runs if run.name == name]
     matches = exact or [run for run in runs if name and run.name.startswith(name)] or runs_of_spec(runs, name)
+    matches = matches or ([run for run in runs if name in _jobs_of(run)] if is_job(name) else [])
     if len(matches) == 1:
         return matches[0]
     if matches:
         few = ", ".join(run.name for run in matches[:8]) + (", ..." if len(matches) > 8 else "")
         raise UsageError(f"{name} matches {len(matches)} runs: {few}")
     none = f"no run in {runs_dir} is your own" if runs else f"no runs in {runs_dir} yet"
+    known = ["@last", *(run.name for run in runs), *filter(None, map(_spec_name, runs))]
+    near = difflib.get_close_matches(name, known, n=1)
+    job = ", and none of such a job" if is_job(name) else f'. Did you mean "{near[0]}"?' if near else ""
     raise RunNotFoundError(
-        none if name == "@last" else f"no run named {name} in {runs_dir}",
+        none if name == "@last" else f"no run named {name} in {runs_dir}{job}",
         hint="clusterddp list shows the runs; CLUSTERDDP_RUNS or --runs names another directory",
     )
+
+
+def is_job(name: str) -> bool:
+    """Return whether a name is that of a job: Slurm's id, or a process id; of a task in a job array, 12345_3."""
+    return re.fullmatch(r"[0-9]+(_[0-9]+)?", name) is not None
+
+
+def _jobs_of(run: RunDir) -> set[str | None]:
+    """Return the ids of the jobs that have carried a run."""
+    try:
+        earlier = [read_record(JobAnswer, path) for path in run.launcher_dir.glob("job-*.json")]
+        return {read_run(run).job_id, *(answer.job_id for answer in earlier if answer)}
+    except (ClusterddpError, OSError):
+        return set()
 
 
 def newest_run(runs: list[RunDir]) -> RunDir | None:

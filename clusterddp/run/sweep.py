@@ -21,7 +21,7 @@ from typing import Any, Literal
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import SWEEP_RECORD, Below, RunDir, is_run_name
-from clusterddp.run.find import list_places, list_runs, newest_run, runs_of_spec
+from clusterddp.run.find import is_job, list_places, list_runs, newest_run, runs_of_spec
 from clusterddp.run.record import ProcessIdentity
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import Answer, Records
@@ -128,7 +128,7 @@ def sweep_of(run: RunDir) -> SweepDir | None:
 
 
 def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
-    """Find a sweep by its name, an unambiguous beginning of it, its directory, or the `name:` of its spec.
+    """Find a sweep by its name, an unambiguous beginning of it, its directory, its spec's `name:`, or its job array.
 
     `@last`: the sweep of the newest run. None: it is not the name of a sweep; it may be that of a run.
     """
@@ -141,6 +141,9 @@ def find_sweep(runs_dir: Path, name: str) -> SweepDir | None:
     places = list_places(runs_dir) if name else []
     exact = [place for place in places if place.name == name]
     matches = exact or [place for place in places if place.name.startswith(name)]
+    if not matches and is_job(name):
+        sweeps = [SweepDir(place) for place in places if SweepDir(place).record.is_file()]
+        return next((sweep for sweep in sweeps if read_sweep(sweep).job_id == name), None)
     if not matches and name:
         return _find_sweep_of_spec(runs_dir, name)
     found = [SweepDir(place) for place in matches]

@@ -7,6 +7,9 @@ import functools
 import itertools
 import re
 from collections.abc import Iterator
+from collections.abc import Mapping as Map
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -28,6 +31,7 @@ from clusterddp.spec.tree import (
     Scalar,
     describe,
     did_you_mean,
+    near_file,
     problem_at,
     to_data,
     without,
@@ -70,7 +74,15 @@ _KINDS = {
 }
 
 
-def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Submitted:
+    """From where a spec is submitted: what it names has to be there."""
+
+    environ: Map[str, str]
+    working_dir: Path
+
+
+def check(tree: Mapping, submitted: Submitted | None = None) -> tuple[JobSpec | None, list[Problem]]:
     """Type a tree whose keys are known; return a job, or problems."""
     job, details = _typed(JobSpec, to_data(tree))
     problems = [_field_problem(tree, detail) for detail in details]
@@ -79,7 +91,8 @@ def check(tree: Mapping) -> tuple[JobSpec | None, list[Problem]]:
         # Valid values may still conflict: the rules check a spec without the invalid ones.
         job, _ = _typed(JobSpec, {"name": "unnamed"} | to_data(functools.reduce(without, wrong, tree)))
     job = job and with_node_for_each_host(job)
-    for conflict in _conflicts(job) if job else ():
+    absent = absences(job, submitted) if job and submitted else ()
+    for conflict in (*_conflicts(job), *absent) if job else ():
         paths = [tuple(key.split(".")) for key in conflict.keys]
         if any(_touches(path, other) for path in paths for other in wrong):
             continue
@@ -194,6 +207,23 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
     yield from notify_conflicts(job)
+
+
+def absences(job: JobSpec, submitted: Submitted) -> Iterator[Conflict]:
+    """Find the script and the secrets that the spec names and that are not there."""
+    if job.entry is not None and (job.launcher != "ssh" or job.snapshot):
+        function_file = (job.entry.function or "").partition(":")[0]
+        for name, file in (("script", job.entry.script), ("function", function_file)):
+            path = submitted.working_dir / Path(file or "").expanduser()
+            if file and (name == "script" or file.endswith(".py")) and not path.is_file():
+                found = "is a directory" if path.is_dir() else f"no such file{near_file(path)}"
+                hint = "the path is relative to the directory of the submit; entry.module names a module instead"
+                yield Conflict((f"entry.{name}",), f"{path}: {found}", hint)
+    for name in job.all_secrets:
+        if name not in submitted.environ:
+            key = f"secrets.{job.secrets.index(name)}" if name in job.secrets else "notify.webhook"
+            hint = f"export {name}=..., then submit; only the name is stored in the run"
+            yield Conflict((key,), f"{name} is not set in this environment", hint)
 
 
 _OF_A_BATCH_SCRIPT = {"name", "launcher", "device", "network", "hang", "hang_after", "entry", "slurm"}

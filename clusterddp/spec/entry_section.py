@@ -217,6 +217,16 @@ def entry_conflicts(entry: EntrySpec, *, world_size: int, in_step: bool) -> Iter
     if entry.shell and not isinstance(entry.command, str):
         what = "a list of words" if entry.command else "no command"
         yield Conflict(("entry.shell", "entry.command"), f"a shell reads text, found {what}", 'command: "a && b"')
+    if (
+        isinstance(entry.command, str)
+        and not entry.shell
+        and (mark := _FOR_A_SHELL.search(_QUOTED.sub("", entry.command)))
+    ):
+        yield Conflict(
+            ("entry.command", "entry.shell"),
+            f"no shell reads this command: {mark[1] or mark[2]} would be an argument of {entry.command_words[0]}",
+            "shell: true hands the text to /bin/sh; in quotes it stays an argument",
+        )
     for name in find_placeholders(entry.command) if entry.shell and isinstance(entry.command, str) else ():
         if name in VARIABLES:
             yield Conflict(
@@ -230,6 +240,9 @@ def entry_conflicts(entry: EntrySpec, *, world_size: int, in_step: bool) -> Iter
         yield from _placeholder_conflicts(entry, dotted, text)
 
 
+_QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
+_FOR_A_SHELL = re.compile(r"(?:^|\s)(&&|\|\|?|&|;|[0-9]?>>?(?:&[0-9])?|<)(?=\s|$)|\S(;)(?=\s|$)")
+"""Words that only a shell understands."""
 _RUNNERS = frozenset({"uv", "conda", "mamba", "micromamba", "pixi", "poetry"})
 """Programs whose `run` starts a command in an environment."""
 _STARTERS = frozenset({"srun", "mpirun", "mpiexec", "orterun", "prterun", "torchrun", "deepspeed", "horovodrun"})

@@ -72,6 +72,21 @@ def with_one_spelling(
     return known
 
 
+def key_of_option(name: str) -> str | None:
+    """Return the key that an option of another launcher sets: `gpus` -> `resources.gpus_per_node`; None: there is none."""
+    key = _key_of_name().get(name.lower().replace("-", "_"), "")
+    key = f"slurm.{name.replace('-', '_')}" if key == "slurm" else key
+    return key if key.partition(".")[0] in {"resources", "slurm", "network", "name", "env"} else None
+
+
+def is_for_program(path: tuple[str, ...]) -> bool:
+    """Return whether a key, in a spec that runs a program, is probably an argument of that: no key, or a trainer's."""
+    name = path[0].lower().replace("-", "_")
+    if len(path) > 1 or name in spellings(JobSpec):
+        return name == "train" and len(path) > 1
+    return _key_of_name().get(name, "train.").startswith("train.") and closest(name, spellings(JobSpec)) is None
+
+
 def complete_override(typed: str) -> list[tuple[str, str]]:
     """Return how a `key=value` argument can go on, each with a description.
 

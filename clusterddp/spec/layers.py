@@ -98,7 +98,8 @@ def parse_argument(argument: str) -> Override:
     if reset and equals:
         raise spec_error(place, "a key is reset without a value", f"~{key}")
     if not _KEY.fullmatch(key) or not (reset or equals):
-        raise spec_error(place, "expected key=value, for example train.lr=0.2, or ~key for the default")
+        hint = "a command takes one spec" if argument.endswith((".yaml", ".yml")) else None
+        raise spec_error(place, "expected key=value, for example train.lr=0.2, or ~key for the default", hint)
     node = None if reset else _parse_text(value, key, place)
     return Override(path=tuple(key.split(".")), node=node, place=place)
 

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.check import check
+from clusterddp.spec.check import Submitted, check
 from clusterddp.spec.entry_section import EntrySpec
-from clusterddp.spec.keys import with_one_spelling
+from clusterddp.spec.keys import is_for_program, with_one_spelling
 from clusterddp.spec.layers import (
     Override,
     SharedFiles,
@@ -36,11 +36,15 @@ from clusterddp.spec.tree import (
     Mapping,
     Node,
     Place,
+    brief,
     decode,
     in_order,
+    is_null,
     merge,
+    problem_at,
     read_bytes,
     read_stdin,
+    spec_error,
     without,
 )
 from clusterddp.spec.yamlfile import parse
@@ -86,6 +90,8 @@ class Written:
     arguments: tuple[tuple[str, ...], ...]
     """The keys that arguments of the command line set or reset."""
     shared: SharedFiles
+    submitted: Submitted | None
+    """None: it is not submitted now."""
 
 
 def load_spec(
@@ -97,16 +103,21 @@ def load_spec(
     flags: Map[str, str] | None = None,
     hosts: Override | None = None,
     whole: bool = False,
+    working_dir: Path | None = None,
 ) -> ResolvedSpec:
     """Read a spec and everything that overrides it.
 
     `source` is a path, `-` for the standard input, or, when it has a line break, the YAML itself. `flags` are the
     command's own options, `{"launcher": "local"}`; `hosts`: those of --hosts or --hostfile. `whole`: the spec has all
-    of its values, as a run's own has; no profile, project file or site file is read.
+    of its values, as a run's own has; no profile, project file or site file is read. `working_dir`: it is submitted
+    from there now, so a script or a secret that it names and that is not here is a problem of it.
 
     Raises: SpecError: with every problem that was found.
     """
-    written = read_layers(source, overrides, profile=profile, environ=environ, flags=flags, hosts=hosts, whole=whole)
+    written = read_layers(
+        *(source, overrides), profile=profile, environ=environ, flags=flags, hosts=hosts, whole=whole,
+        working_dir=working_dir,
+    )  # fmt: skip
     resolved, found = resolve(written, written.tree)
     if written.problems or resolved is None:
         raise SpecError(in_order([*written.problems, *found], written.name))
@@ -122,6 +133,7 @@ def read_layers(
     flags: Map[str, str] | None = None,
     hosts: Override | None = None,
     whole: bool = False,
+    working_dir: Path | None = None,
 ) -> Written:
     """Read a spec and merge everything that overrides it into it; see `load_spec`.
 
@@ -134,6 +146,9 @@ def read_layers(
         data = source.encode("utf-8", "surrogatepass")
     else:
         path, name = Path(source), str(Path(source))
+        if path.suffix == ".py":
+            hint = f"clusterddp init --script {name} writes a spec that runs it"
+            raise spec_error(Place(source=name), "is a Python script, expected a spec", hint)
         data = read_bytes(path)
     text = decode(data, name)
     spec = parse(text, name)
@@ -155,11 +170,18 @@ def read_layers(
     problems += found
     arguments = _arguments(overrides, problems)
     laid_over = [*from_environment, *arguments, *from_options(flags or {}), *([hosts] if hosts else [])]
-    if "train" not in known.entries and ("entry" in known.entries or any(one.path[0] == "entry" for one in laid_over)):
+    of_entry = [one for one in laid_over if one.path[0] == "entry"]
+    has_entry = (of_entry[-1].node or of_entry[-1].path[1:]) if of_entry else "entry" in known.entries
+    runs_program = "train" not in known.entries and bool(has_entry)
+    if runs_program:
         below = without(below, ("train",))  # for the specs without an entry
     tree = merge(below, known)
     for override in laid_over:
-        tree = lay_over(tree, override, problems)
+        meant = _program_problem(override, tree) if runs_program and override in arguments else None
+        if meant is not None:
+            problems.append(meant)
+        else:
+            tree = lay_over(tree, override, problems)
     tree = dataclasses.replace(tree, place=spec.place)
     return Written(
         tree=tree,
@@ -169,12 +191,13 @@ def read_layers(
         text=text,
         arguments=tuple(override.path for override in arguments),
         shared=shared,
+        submitted=Submitted(environ=environ, working_dir=working_dir) if working_dir else None,
     )
 
 
 def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[Problem]]:
     """Type a tree that was made from `written`; return a resolved spec, or problems."""
-    job, problems = check(tree)
+    job, problems = check(tree, written.submitted)
     if job is None:
         return None, problems
     origins = _origins(tree, job)
@@ -245,6 +268,20 @@ def _arguments(arguments: Sequence[str], problems: list[Problem]) -> list[Overri
         except SpecError as error:
             problems += error.problems
     return overrides
+
+
+def _program_problem(override: Override, tree: Mapping) -> Problem | None:
+    """Make the problem of an argument that is one of the user's program; None: it is none."""
+    entry = tree.entries.get("entry")
+    of_entry = entry.entries if isinstance(entry, Mapping) else {}
+    if override.node is None or "batch_script" in of_entry or not is_for_program(override.path):
+        return None
+    name, value, is_call = override.path[-1], brief(override.node), not is_null(of_entry.get("function"))
+    what, where, sets = ("function", "kwargs", name) if is_call else ("program", "args", f"--{name}")
+    message = "is for the built-in trainer, and" if override.path[0] == "train" else "unknown key;"
+    message += f" this spec runs a {what} of yours"
+    hint = f"entry.{where}.{name}={value} sets {sets} of your {what}"
+    return problem_at(override.place, message, hint, key=".".join(override.path))
 
 
 def _changed_values(job: JobSpec) -> dict[str, Any]:

@@ -116,6 +116,7 @@ def load_sweep(
     environ: Map[str, str],
     flags: Map[str, str] | None = None,
     hosts: Override | None = None,
+    working_dir: Path | None = None,
 ) -> SweepSpec:
     """Read a spec whose `sweep` section, or arguments such as `train.lr=0.1,0.2`, name several values for some keys.
 
@@ -126,7 +127,9 @@ def load_sweep(
     """
     problems: list[Problem] = []
     axes, ordinary = _split(arguments, problems) if sweep else ({}, list(arguments))
-    written = read_layers(source, ordinary, profile=profile, environ=environ, flags=flags, hosts=hosts)
+    written = read_layers(
+        source, ordinary, profile=profile, environ=environ, flags=flags, hosts=hosts, working_dir=working_dir
+    )
     base = without(written.tree, (_SECTION,))
     axes = _of_section(written.tree, problems) | axes
     for path in written.arguments:

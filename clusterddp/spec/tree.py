@@ -179,7 +179,7 @@ def format_spec_error(error: SpecError) -> str:
     lines = [
         f"error: {escape(error.message)}"
         if one_source
-        else f"error: the spec has {len(error.problems)} problems, {error.result}"
+        else f"error: the spec has {len(error.problems)} problems{error.result and ', '}{error.result}"
     ]
     for problem in shown:
         lines += _format_problem(problem)
@@ -227,8 +227,22 @@ def closest(word: str, choices: Iterable[str], cutoff: float = 0.6) -> str | Non
     """Return the choice that is most similar to `word`; None when no choice is similar."""
     if len(word) > 64:
         return None
-    matches = difflib.get_close_matches(word.lower().replace("-", "_"), list(choices), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    word, choices = word.lower().replace("-", "_"), list(choices)
+    matches = difflib.get_close_matches(word, choices, n=1, cutoff=cutoff)
+    if not matches and len(word) >= 3:
+        matches = [choice for choice in choices if choice.startswith(word)]
+    return matches[0] if len(matches) == 1 else None
+
+
+def near_file(path: Path) -> str:
+    """Return `. Did you mean "..."?` for a file that does not exist, where its directory has one with such a name."""
+    try:
+        names = [each.name for each in path.parent.iterdir() if each.is_file() and not each.name.startswith(".")]
+    except OSError:
+        return ""
+    by_spelling = {Path(name).stem: name for name in names} | dict(zip(names, names, strict=True))
+    near = difflib.get_close_matches(path.name, by_spelling, n=1)
+    return f'. Did you mean "{path.with_name(by_spelling[near[0]])}"?' if near else ""
 
 
 def _format_problem(problem: Problem) -> list[str]:
@@ -276,6 +290,8 @@ def read_bytes(
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else "no path can hold a NUL character"
+        if isinstance(error, FileNotFoundError):
+            reason = f"{reason}{near_file(path)}"
         raise spec_error(Place(source=str(path)), f"cannot be read: {reason}") from error
     try:
         found = os.fstat(descriptor)

@@ -452,5 +452,5 @@ def test_status_points_to_the_jobs_log_when_no_rank_was_started(rack: Rack, make
 def test_list_shows_what_every_run_waits_for(rack: Rack, make: Callable[..., RunDir], runs_dir: Path) -> None:
     runs = [make() for _ in range(3)]
     jobs = [submit_job(rack, run, "--hold") for run in runs]
-    listed = json.loads(clusterddp(rack, "list", "-n", "3", "-o", "json", "--runs", str(runs_dir)))
+    listed = json.loads(clusterddp(rack, "list", "--limit", "3", "-o", "json", "--runs", str(runs_dir)))
     assert {run["job_id"]: run["state"] for run in listed} == dict.fromkeys(jobs, "PENDING")

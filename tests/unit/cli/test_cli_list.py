@@ -36,12 +36,12 @@ def listed(capfd: pytest.CaptureFixture[str], *arguments: str) -> tuple[list[str
 
 
 def test_the_runs_that_are_not_shown_are_counted_as_selected(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert listed(capfd, "--state", "FAILED", "-n", "1") == (
+    assert listed(capfd, "--state", "FAILED", "--limit", "1") == (
         ["failed-2"],
-        "the newest 1 of 3 FAILED runs; -n 3 shows all\n",
+        "the newest 1 of 3 FAILED runs; --limit 3 shows all\n",
     )
-    assert listed(capfd, "-n", "4")[1] == "the newest 4 of 5 runs; -n 5 shows all\n"
-    assert listed(capfd, "--state", "failed", "--state", "completed", "-n", "4")[1].startswith(
+    assert listed(capfd, "--limit", "4")[1] == "the newest 4 of 5 runs; --limit 5 shows all\n"
+    assert listed(capfd, "--state", "failed", "--state", "completed", "--limit", "4")[1].startswith(
         "the newest 4 of 5 FAILED or COMPLETED runs"
     )
     assert listed(capfd, "--state", "FAILED")[1] == ""
@@ -49,7 +49,9 @@ def test_the_runs_that_are_not_shown_are_counted_as_selected(runs_dir: Path, cap
 
 def test_runs_of_one_spec_are_selected_by_its_name(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert listed(capfd, "--name", "mine") == (["done-1", "done-0"], "")
-    assert listed(capfd, "--name", "mine", "-n", "1")[1] == "the newest 1 of 2 runs named mine; -n 2 shows all\n"
+    assert (
+        listed(capfd, "--name", "mine", "--limit", "1")[1] == "the newest 1 of 2 runs named mine; --limit 2 shows all\n"
+    )
     assert main(["list", "--name", "mine", "-o", "json"]) == 0
     assert [run["name"] for run in json.loads(capfd.readouterr().out)] == ["mine", "mine"]
 
@@ -64,8 +66,8 @@ def test_a_state_that_does_not_exist_is_a_wrong_usage(runs_dir: Path, capfd: pyt
 
 
 def test_sorted_runs_are_chosen_from_all_of_them(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    names, said = listed(capfd, "--sort", "accuracy", "-n", "1")
-    assert (names, said) == (["done-1"], "the first 1 of 5 runs; -n 5 shows all\n")
+    names, said = listed(capfd, "--sort", "accuracy", "--limit", "1")
+    assert (names, said) == (["done-1"], "the first 1 of 5 runs; --limit 5 shows all\n")
 
 
 def test_runs_are_sorted_by_the_time_that_is_shown(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -83,7 +85,7 @@ def test_runs_are_sorted_by_the_time_that_is_shown(runs_dir: Path, capfd: pytest
 
 
 def test_runs_that_are_only_counted_are_not_read_whole(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    opened = opens_of(lambda: listed(capfd, "--state", "COMPLETED", "-n", "1"), runs_dir)
+    opened = opens_of(lambda: listed(capfd, "--state", "COMPLETED", "--limit", "1"), runs_dir)
     assert [path for path in opened if path.endswith("metrics.jsonl")] == [str(runs_dir / "done-1/metrics.jsonl")]
 
 

@@ -244,5 +244,5 @@ def test_list_sorts(runs_dir: Path, capfd: pytest.CaptureFixture[str], order: st
     make_run(runs_dir, "none")
     _, out, _ = command(capfd, "list", "--sort", order, "-o", "json")
     assert [run["run"] for run in json.loads(out)] == names
-    _, out, _ = command(capfd, "list", "--sort", order, "-n", "1", "-o", "json")
+    _, out, _ = command(capfd, "list", "--sort", order, "--limit", "1", "-o", "json")
     assert [run["run"] for run in json.loads(out)] == names[:1]

@@ -243,7 +243,7 @@ def test_list_as_json_and_by_state(runs_dir: Path, capfd: pytest.CaptureFixture[
     for number in range(3):
         complete(run := make_run(runs_dir, f"done-{number}"), start_attempt(run))
     make_run(runs_dir, "pending-1")
-    listed = json.loads(command(capfd, "list", "--state", "completed", "-n", "2", "-o", "json")[1])
+    listed = json.loads(command(capfd, "list", "--state", "completed", "--limit", "2", "-o", "json")[1])
     assert [run["run"] for run in listed] == ["done-2", "done-1"]
 
 
@@ -274,7 +274,7 @@ def test_to_list_twice_as_many_runs_opens_twice_as_many_files(
             run = make_run(runs_dir, f"run-{number}")
             train(run, steps=30)
             complete(run, start_attempt(run))
-        opened = opens_of(lambda: command(capfd, "list", "-n", "1000"), runs_dir)
+        opened = opens_of(lambda: command(capfd, "list", "--limit", "1000"), runs_dir)
         num_files.append(len(opened))
     assert num_files[0] >= 50
     assert num_files[1] == 2 * num_files[0]

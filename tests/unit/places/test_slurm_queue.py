@@ -219,7 +219,7 @@ def test_a_job_whose_id_is_not_known_is_looked_for_by_its_time(fakes: Fakes) -> 
 def list_runs(fakes: Fakes, runs_dir: Path) -> list[dict[str, str]]:
     """Run `clusterddp list` where the fakes stand on PATH."""
     environment = os.environ | {"PATH": f"{fakes.directory}:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
-    argv = [sys.executable, "-m", "clusterddp", "list", "-o", "json", "-n", "100", "--runs", str(runs_dir)]
+    argv = [sys.executable, "-m", "clusterddp", "list", "-o", "json", "--limit", "100", "--runs", str(runs_dir)]
     done = subprocess.run(argv, env=environment, capture_output=True, text=True, check=True)
     listed: list[dict[str, str]] = json.loads(done.stdout)
     return listed
