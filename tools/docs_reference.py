@@ -34,7 +34,6 @@ READ = {
     "CLUSTERDDP_CONFIG": "File of the profiles. Default: `~/.config/clusterddp/config.yaml`. Empty: no profiles.",
     "CLUSTERDDP_PROJECT": "The project file. Default: the nearest `clusterddp.yaml` at the spec or above. Empty: none.",
     "CLUSTERDDP_SITE": "File with values for all users. Default: `/etc/clusterddp/site.yaml`. Empty: none.",
-    "CLUSTERDDP__SECTION__KEY": "A value of the spec: `CLUSTERDDP__TRAIN__LR=0.2`. An argument `train.lr=0.2` wins.",
     "CLUSTERDDP_JOIN_KEY": "Shared secret of `worker`: both sides prove that they know it.",
     "NO_COLOR": "Set: no colour, as with `--no-color` and `TERM=dumb`.",
     "FORCE_COLOR": "`1`: colour in a pipe, too.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import re
 from pathlib import Path
 
@@ -56,14 +55,8 @@ COMMANDS = {"help": help_}
 
 def _section_of_spec(key: str) -> str | None:
     """Return what the reference says of a key or a section, with the keys in it; None: there is none of this name."""
-    lines = _page("spec").splitlines()
-    heading = next((line for line in lines if re.fullmatch(rf"###? {re.escape(key)}", line)), None)
-    if heading is None:
-        return None
-    first = lines.index(heading)
-    level = heading.count("#")
-    rest = itertools.takewhile(lambda line: not re.match(rf"#{{1,{level}}} ", line), lines[first + 1 :])
-    return "\n".join([heading, *rest]).rstrip()
+    found = re.search(rf"^(###?) {re.escape(key)}$.*?(?=^##? |^\1 |\Z)", _page("spec"), re.MULTILINE | re.DOTALL)
+    return found[0].rstrip() if found else None
 
 
 def _page(topic: str) -> str:

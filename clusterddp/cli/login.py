@@ -324,10 +324,9 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
 
 
 def _variables(terminal: Terminal, node: Node) -> dict[str, Argument]:
-    """Choose the variables that go to the login node: values of the spec, the run's secrets, how text is shown."""
+    """Choose the variables that go to the login node: the run's secrets, how text is shown."""
     environ, color = terminal.environ, terminal.color
     chosen: dict[str, Argument] = {name: environ[name] for name in node.secrets if name in environ}
-    chosen |= {name: value for name, value in environ.items() if name.startswith("CLUSTERDDP__")}
     chosen |= {"CLUSTERDDP_CONFIG": "", "CLUSTERDDP_PROJECT": ""}
     if terminal.debug:
         chosen["CLUSTERDDP_DEBUG"] = "1"

@@ -46,8 +46,9 @@ def list_places(runs_dir: Path) -> list[Path]:
 def find_run(runs_dir: Path, name: str) -> RunDir:
     """Find a run by its own name, an unambiguous beginning of it, `@last`, its path, its spec's `name:`, or its job.
 
-    A job is Slurm's id, with its task in a job array: 12345, 12345_3; elsewhere the id that status shows. Of several runs of one spec it is the one that has not ended, else the newest. `@last` and the name of a spec mean
-    this user's own runs.
+    A job is Slurm's id, with its task in a job array: 12345, 12345_3; elsewhere the id that status shows. Of several
+    runs of one spec it is the one that has not ended, else the newest. `@last` and the name of a spec mean this user's
+    own runs.
     Raises: RunNotFoundError: there is none. UsageError: several runs match.
     """
     if os.sep in name and is_run_name(Path(name).resolve().name) and RunDir(Path(name)).record.is_file():

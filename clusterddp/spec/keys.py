@@ -73,7 +73,7 @@ def with_one_spelling(
 
 
 def key_of_option(name: str) -> str | None:
-    """Return the key that an option of another launcher sets: `gpus` -> `resources.gpus_per_node`; None: there is none."""
+    """Return the key that an option of another launcher sets, `gpus` -> `resources.gpus_per_node`; None: no key."""
     key = _key_of_name().get(name.lower().replace("-", "_"), "")
     key = f"slurm.{name.replace('-', '_')}" if key == "slurm" else key
     return key if key.partition(".")[0] in {"resources", "slurm", "network", "name", "env"} else None

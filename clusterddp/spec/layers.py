@@ -1,9 +1,8 @@
-"""What is laid over and under a spec: overrides of the command line and the environment; profiles, shared files.
+"""What is laid over and under a spec: overrides of the command line; profiles, shared files.
 
 Arguments follow Hydra's basic grammar: `train.lr=0.2` sets, `+env.NAME=1` sets as well (new or not), `~train.lr` resets
 to the default. A value that begins with a quote, [ or { is YAML; any other, and one that begins with a placeholder such
-as {output_dir}, is one scalar, byte for byte, as if it stood in the spec without quotes. As a variable, `train.lr=0.2`
-is `CLUSTERDDP__TRAIN__LR=0.2`; what follows CLUSTERDDP__ENV__ keeps its case.
+as {output_dir}, is one scalar, byte for byte, as if it stood in the spec without quotes.
 
 A profile says where to run, in the user's `config.yaml`; the spec has what to run:
 
@@ -61,7 +60,6 @@ if TYPE_CHECKING:
     from clusterddp.spec.hosts import Login
 
 
-ENV_PREFIX = "CLUSTERDDP__"
 COMMAND_LINE = "command line"
 MAX_ARGUMENT_SHOWN = 80
 
@@ -102,26 +100,6 @@ def parse_argument(argument: str) -> Override:
         raise spec_error(place, "expected key=value, for example train.lr=0.2, or ~key for the default", hint)
     node = None if reset else _parse_text(value, key, place)
     return Override(path=tuple(key.split(".")), node=node, place=place)
-
-
-def parse_environment(environ: Map[str, str]) -> tuple[list[Override], list[Problem]]:
-    """Parse the CLUSTERDDP__* variables, in the order of their names."""
-    overrides: list[Override] = []
-    problems: list[Problem] = []
-    for variable in sorted(name for name in environ if name.startswith(ENV_PREFIX)):
-        section, _, rest = variable.removeprefix(ENV_PREFIX).partition("__")
-        section = section.lower()
-        names = [rest] if section == "env" else rest.lower().split("__")
-        path = (section, *(name for name in names if rest))
-        place = Place(source=variable, origin=variable)
-        try:
-            if not _KEY.fullmatch(".".join(path)):
-                raise spec_error(place, "names no key", "CLUSTERDDP__TRAIN__LR=0.2 stands for train.lr=0.2")
-            node = _parse_text(environ[variable], ".".join(path), place)
-            overrides.append(Override(path=path, node=node, place=place))
-        except SpecError as error:
-            problems += error.problems
-    return overrides, problems
 
 
 def from_options(options: Map[str, str]) -> list[Override]:

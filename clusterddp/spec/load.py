@@ -1,7 +1,7 @@
 """Loads a spec: merges the file and everything that overrides it into one JobSpec, with the origin of every value.
 
-Precedence: options and arguments of the command line > CLUSTERDDP__* > the spec > --profile > the project file > the
-default profile > the site file > defaults. What the command names overrides what is found.
+Precedence: options and arguments of the command line > the spec > --profile > the project file > the default profile >
+the site file > defaults. What the command names overrides what is found.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ from clusterddp.spec.layers import (
     SharedFiles,
     from_options,
     parse_argument,
-    parse_environment,
     read_profile,
     read_shared_files,
     refusals,
@@ -166,10 +165,8 @@ def read_layers(
         layers = [site, of_profile, project] if profile is None else [site, project, of_profile]
         below = functools.reduce(merge, [layer for layer in layers if layer is not None], below)
     known = with_one_spelling(spec, problems, stored=whole)
-    from_environment, found = parse_environment(environ)
-    problems += found
     arguments = _arguments(overrides, problems)
-    laid_over = [*from_environment, *arguments, *from_options(flags or {}), *([hosts] if hosts else [])]
+    laid_over = [*arguments, *from_options(flags or {}), *([hosts] if hosts else [])]
     of_entry = [one for one in laid_over if one.path[0] == "entry"]
     has_entry = (of_entry[-1].node or of_entry[-1].path[1:]) if of_entry else "entry" in known.entries
     runs_program = "train" not in known.entries and bool(has_entry)

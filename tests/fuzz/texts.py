@@ -170,7 +170,6 @@ def printed_by_ssh(root: Path) -> Iterator[Target]:
 def specs(root: Path) -> Iterator[Target]:
     from clusterddp.errors import SpecError
     from clusterddp.spec.hosts import parse_hosts, read_hostfile
-    from clusterddp.spec.layers import parse_environment
     from clusterddp.spec.load import load_spec
     from clusterddp.spec.tree import format_spec_error
 
@@ -204,9 +203,6 @@ def specs(root: Path) -> Iterator[Target]:
             load(overrides=[text])
         elif what == "hosts":
             load(hosts=parse_hosts(text), flags={"launcher": "ssh"})
-        elif what == "variable":
-            name, _, value = text.partition("=")
-            parse_environment({f"CLUSTERDDP__{name}": value})
         else:
             (root / "work" / "hostfile").write_bytes(data)
             load(hosts=read_hostfile(root / "work" / "hostfile"), flags={"launcher": "ssh"})
@@ -223,7 +219,6 @@ def specs(root: Path) -> Iterator[Target]:
     )
     examples = [Example(value=text, what="argument") for text in arguments]
     examples += [Example(value=text, what="hosts") for text in ("a:4,b:4", "gpu[01-04],me@x", "fe80::1")]
-    examples += [Example(value=text, what="variable") for text in ("TRAIN__LR=0.2", "ENV__A=b")]
     examples += [Example(value="gpu01 slots=8\n# x\ngpu[02-04] gpus = 4\nn:2\n", what="hostfile")]
     yield Target(name="values of a spec", examples=examples, read=read_values, reads_examples=False)
 

@@ -511,7 +511,7 @@ def find_mismatch(own: Hello, other: Hello) -> PreflightError | None:
         keys = ", ".join([*differing[:_MAX_DIFFERENCES], *([f"{unnamed} more"] if unnamed else [])])
         return PreflightError(
             f"{other.name} reads another spec than {own.name}: other values of {keys}",
-            hint="the file and the KEY=VALUE arguments, CLUSTERDDP__* and profiles have to be the same",
+            hint="the file, the KEY=VALUE arguments and the profiles have to be the same",
         )
     for name, ours in own.facts.items():
         theirs = other.facts.get(name, "")

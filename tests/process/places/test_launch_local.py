@@ -363,7 +363,7 @@ def test_restarts_are_attempts_of_the_same_run(start: Submitter) -> None:
 def test_what_another_launcher_left_in_the_environment_does_not_reach_the_ranks(
     start: Submitter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR", "MASTER_ADDR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP__TRAIN__LR"):
+    for name in ("SLURM_JOB_ID", "SUBMITIT_EXECUTOR", "MASTER_ADDR", "CLUSTERDDP_ATTEMPT"):
         monkeypatch.setenv(name, "wrong")
     monkeypatch.setenv("KEPT", "yes")
     run = start("import json, os; print(json.dumps(dict(os.environ)))", resources="{}")

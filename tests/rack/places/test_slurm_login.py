@@ -327,11 +327,6 @@ def test_a_resumed_run_gets_its_secret_again(laptop: Laptop) -> None:
     assert laptop.ok("logs", run) == "here new as sent"
 
 
-def test_the_environment_that_sets_values_of_the_spec_goes_along(laptop: Laptop) -> None:
-    plan = json.loads(laptop.submit("-n", "-o", "json", environ={"CLUSTERDDP__RESTARTS": "2"}))
-    assert plan["gang"]["restarts"] == 2
-
-
 def test_a_plan_leaves_nothing_there(laptop: Laptop) -> None:
     laptop.configure(shares=False)
     laptop.submit("-n")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -86,7 +87,19 @@ def test_every_command_in_the_index_exists() -> None:
 def test_help_shows_examples_before_the_commands(capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["-h"]) == 0
     text = capfd.readouterr().out
-    assert 0 < text.index("clusterddp demo") < text.index("Every day:") < text.index("Results:") < text.index("This command:")
+    assert (
+        0
+        < text.index("clusterddp demo")
+        < text.index("Every day:")
+        < text.index("Results:")
+        < text.index("This command:")
+    )
+
+
+def test_help_names_each_value_in_words_of_its_own(capfd: pytest.CaptureFixture[str]) -> None:
+    for name in cli.list_commands(click.Context(cli)):
+        assert main([name, "-h"]) == 0
+        assert re.findall(r"\b(?:INTEGER|FLOAT|TEXT|RANGE|FILENAME|DIRECTORY)\b.*", capfd.readouterr().out) == [], name
 
 
 def test_version(capfd: pytest.CaptureFixture[str]) -> None:

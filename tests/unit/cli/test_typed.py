@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 import pytest
 
-from clusterddp.cli.main import cli, main
+from clusterddp.cli.main import main
 from clusterddp.run.record import read_run, write_run
 from tests.support.handmade_runs import complete, fail, make_run, start_attempt
 
@@ -91,6 +91,13 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("restart brisk-otter-3", 2, "clusterddp resume RUN | clusterddp submit RUN"),
         ("config", 2, "clusterddp help spec"),
         ("version", 2, "clusterddp --version"),
+        ("explain job.yaml", 2, "clusterddp submit SPEC -n -v"),
+        ("du", 2, "clusterddp list --wide"),
+        ("rerun @last", 2, "clusterddp submit RUN"),
+        ("join job.yaml", 2, "clusterddp worker SPEC on each machine of ssh.hosts"),
+        ("relay @last", 2, "your script calls W&B, MLflow or Trackio"),
+        ("share @last", 2, "chgrp and chmod open a run to a group"),
+        ("hosts trust gpu01", 2, "ssh HOST once"),
         ("sumbit job.yaml", 2, 'no such command "sumbit". Did you mean "submit"?'),
         ("frobnicate", 2, 'no such command "frobnicate" | clusterddp --help'),
         # Files in place of a command, and of a spec.

@@ -109,12 +109,6 @@ def test_arguments_of_one_command_line_add_up() -> None:
     ]  # fmt: skip
 
 
-def test_a_variable_sets_an_option() -> None:
-    job = load_spec(spec_of("[--lr, 0.1]"), environ={"CLUSTERDDP__ENTRY__ARGS__LR": "0.2"}).job
-    assert job.entry is not None
-    assert list(job.entry.args) == ["--lr", "0.2"]
-
-
 def test_a_position_of_a_function_takes_a_value_of_any_kind() -> None:
     text = spec_of("[0.1, 3]", program="function: 'a:b'")
     job = load_spec(text, ["entry.args.0=0.2", "entry.kwargs.out=x"], environ={}).job

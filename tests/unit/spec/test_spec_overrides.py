@@ -112,37 +112,9 @@ def test_a_key_nested_deeper_than_any_spec_is_refused() -> None:
     assert messages("env" + ".v" * 5000 + "=1")[0].endswith(NO_ASSIGNMENT)
 
 
-def test_a_variable_sets_a_value_and_keeps_the_case_of_the_users_own() -> None:
-    environ = {
-        "CLUSTERDDP__TRAIN__LR": "0.2",
-        "CLUSTERDDP__NAME": "from_env",
-        "CLUSTERDDP__ENV__My__Var": "1",
-        "CLUSTERDDP__RESOURCES__NNODES": "2",
-        "CLUSTERDDP_RUNS": "/elsewhere",
-    }
-    resolved = load(environ=environ)
-    assert (train(resolved).lr, resolved.job.name, resolved.job.resources.nodes) == (0.2, "from_env", 2)
-    assert resolved.job.env == {"My__Var": "1"}
-    assert resolved.origins["train.lr"] == "CLUSTERDDP__TRAIN__LR"
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("CLUSTERDDP__TRAIN__LRR", 'CLUSTERDDP__TRAIN__LRR | train.lrr: unknown key. Did you mean "lr"?'),
-        ("CLUSTERDDP__", "CLUSTERDDP__ | : names no key"),
-        ("CLUSTERDDP__TRAIN__", 'CLUSTERDDP__TRAIN__ | train: found "x", expected a mapping'),
-        ("CLUSTERDDP__A B", "CLUSTERDDP__A B | : names no key"),
-        ("CLUSTERDDP__TRAIN__LR", 'CLUSTERDDP__TRAIN__LR | train.lr: found "x", expected a number'),
-    ],
-)
-def test_a_wrong_variable_is_named(name: str, message: str) -> None:
-    assert messages(environ={name: "x"}) == [message]
-
-
-def test_precedence_is_command_line_then_variables_then_spec_then_profile(config: Path) -> None:
+def test_precedence_is_command_line_then_spec_then_profile(config: Path) -> None:
     config.write_text("profiles: {lab: {train: {lr: 1, epochs: 1, seed: 1, width: 2}, launcher: slurm}}\n")
-    environ = {"CLUSTERDDP_CONFIG": str(config), "CLUSTERDDP__TRAIN__LR": "3", "CLUSTERDDP__TRAIN__EPOCHS": "3"}
+    environ = {"CLUSTERDDP_CONFIG": str(config)}
     resolved = load_spec(
         "name: x\ntrain: {lr: 2, epochs: 2, seed: 2}\n",
         ["train.lr=4", "launcher=ssh"],
@@ -151,13 +123,13 @@ def test_precedence_is_command_line_then_variables_then_spec_then_profile(config
         flags={"launcher": "local", "device": "cpu"},
     )
     trainer = train(resolved)
-    assert (trainer.lr, trainer.epochs, trainer.seed, trainer.width) == (4, 3, 2, 2)
+    assert (trainer.lr, trainer.epochs, trainer.seed, trainer.width) == (4, 2, 2, 2)
     assert resolved.job.launcher == "local"
     assert resolved.origins == {
         "name": "<text>:1",
         "device": "--cpu",
         "train.lr": "command line",
-        "train.epochs": "CLUSTERDDP__TRAIN__EPOCHS",
+        "train.epochs": "<text>:2",
         "train.seed": "<text>:2",
         "train.width": "profile lab",
     }
