@@ -32,6 +32,10 @@ class ClusterddpError(Exception):
         self.message = message
         self.hint = hint
 
+    def __str__(self) -> str:
+        """Return message and hint: a traceback, and a log, show no other text."""
+        return f"{self.message}; hint: {self.hint}" if self.hint else self.message
+
 
 class UsageError(ClusterddpError):
     """The command line is invalid."""
@@ -55,6 +59,11 @@ class Problem:
     source_line: str | None = None
     hint: str | None = None
 
+    def __str__(self) -> str:
+        place = self.source if self.line is None else f"{self.source}:{self.line}:{self.column}"
+        hint = f"\n    hint: {self.hint}" if self.hint else ""
+        return f"{place}  {f'{self.key}: ' if self.key else ''}{self.message}{hint}"
+
 
 NOT_SUBMITTED = "nothing was submitted"
 
@@ -70,6 +79,10 @@ class SpecError(ClusterddpError):
         super().__init__(f"{sources} has {count}{result and ', '}{result}")
         self.problems = problems
         self.result = result
+
+    def __str__(self) -> str:
+        """Return every problem with its hint, a line each."""
+        return "\n".join([self.message, *(f"  {problem}" for problem in self.problems)])
 
 
 class PreflightError(ClusterddpError):

@@ -39,6 +39,8 @@ class Call:
     function: str
     """`entry.function` of its spec: `module:name(arguments)`, or `file.py:name(arguments)`."""
     data: bytes
+    values: dict[str, str]
+    """Its arguments by name, as people read them."""
 
 
 def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Call:
@@ -50,7 +52,7 @@ def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     from submitit.core.utils import DelayedSubmission
 
     name, place = _name(function)
-    _check_call(name, function, args, kwargs)
+    bound = _bind(name, function, args, kwargs)
     try:
         data = cloudpickle.dumps(DelayedSubmission(function, *args, **kwargs)) + origin_line()
     except Exception as error:
@@ -63,7 +65,8 @@ def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
             f"{name} and its arguments take {len(data) / 1e9:.1f} GB pickled, at most {MAX_PICKLE_BYTES / 1e9:.1f}",
             hint="save what is large to a file, and pass its path",
         )
-    return Call(name=name[:64], function=f"{place}({_show(function, args, kwargs)})", data=data)
+    shown = {key: _show(str, (value,), {}) for key, value in bound.items()}
+    return Call(name=name[:64], function=f"{place}({_show(function, args, kwargs)})", data=data, values=shown)
 
 
 def paths_of_ranks(environ: Mapping[str, str]) -> str:
@@ -92,19 +95,14 @@ def write_submission(run: RunDir, data: bytes | None, parent: RunDir | None, *, 
     write_bytes(run.submission, data)
 
 
-def read_results(run: RunDir, view: RunView) -> list[Any]:
-    """Load the results of all ranks of a run that has ended: a value for each rank.
+def demand_success(run: RunDir, view: RunView) -> list[Any]:
+    """Return the results of a run that has ended well: a value for each rank; of a program there are none.
 
     Raises: RankError: the call of a rank raised an exception. RunFailedError, RunCancelledError: the run ended
-    otherwise, or a rank left no result. UsageError: the run calls no function, or is another user's.
+    otherwise, or a rank left no result.
     """
     gang, attempt = read_gang(run), run.newest_attempt()
-    if not gang.entry.is_call:
-        raise UsageError(
-            f"{run.name} has no results: they are of a function that was submitted from Python",
-            hint="a program writes its results to {output_dir}",
-        )
-    ranks = list(range(gang.world_size))
+    ranks = list(range(gang.world_size)) if gang.entry.is_call else []
     if view.state is not RunState.COMPLETED:
         cause = view.end.root_cause if view.end else None
         for rank in sorted(ranks, key=lambda rank: cause is None or rank != cause.rank):
@@ -171,12 +169,14 @@ def _show(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str
     return shown if len(shown) <= _MAX_ARGUMENTS else f"{shown[:_MAX_ARGUMENTS]}..."
 
 
-def _check_call(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+def _bind(name: str, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the arguments by the names of the function's parameters. Raises: UsageError: it does not accept them."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):
-        return  # a built-in function without a signature
+    except (TypeError, ValueError):  # a built-in function without a signature
+        return {str(place): value for place, value in enumerate(args)} | dict(kwargs)
     try:
-        signature.bind(*args, **kwargs)
+        return signature.bind(*args, **kwargs).arguments
     except TypeError as error:
-        raise UsageError(f"{name}{signature}: {error}") from error
+        hint = "clusterddp.submit(f, args=[0.1], kwargs={'epochs': 3}); Executor().submit(f, 0.1, epochs=3)"
+        raise UsageError(f"{name}{signature}: {error}", hint=hint) from error

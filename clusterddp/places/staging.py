@@ -18,6 +18,7 @@ from clusterddp.planning.program import choose_snapshot
 from clusterddp.run.attempts import make_attempt
 from clusterddp.run.code import replace_link, store_of, write_snapshot
 from clusterddp.run.directory import STAGING_PREFIX, SWEEP_RECORD, RunDir
+from clusterddp.run.find import find_run
 from clusterddp.run.record import ProcessIdentity, RunRecord, write_run
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.system.directories import own_directories
@@ -98,7 +99,7 @@ def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
     if plan.gang.entry.is_call:
         from clusterddp.places.functions import write_submission
 
-        parent = RunDir(plan.runs_dir / plan.parent) if plan.parent else None
+        parent = find_run(plan.runs_dir, plan.parent) if plan.parent else None
         here = plan.launcher != "ssh"
         write_submission(run, plan.submission, parent, here=here)
     if plan.gang.entry.kind == "batch_script":

@@ -38,6 +38,7 @@ from clusterddp.run.supervisors import SUPERVISOR_COMMAND
 from clusterddp.spec.train import DEFINING
 from clusterddp.system.python import module_command
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
+from clusterddp.system.units import format_count
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Plan:
     """One submit, before it happens."""
 
     run: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     name: str
     launcher: str
     runs_dir: Path
@@ -99,6 +100,10 @@ class Plan:
     submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
     """A function from Python with its arguments, pickled, whose name is the entry's target; or the text of a batch
     script. It is not in plan.json."""
+
+    def __repr__(self) -> str:
+        nodes, ranks = format_count(len(self.gang.nodes), "node"), format_count(self.gang.num_ranks, "rank")
+        return f"<Plan of {self.name}: {ranks} on {nodes}, launcher {self.launcher}, run {self.run}>"
 
     @property
     def run_dir(self) -> Path:

@@ -153,7 +153,7 @@ class Gang:
     """All ranks of one run, with its timeouts and limits."""
 
     run: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     """Secret of the run: it is in the cookie of every process, and signs the messages between the supervisors."""
     nodes: tuple[Node, ...]
     entry: Entry

@@ -46,7 +46,7 @@ class RunProcess:
 class RunHere:
     """The live processes of one run on this machine."""
 
-    token: str
+    token: str = dataclasses.field(repr=False)
     """Its hash (cleanup.py) where neither a cookie nor a record here has it."""
     run: str | None
     """Its name; None if neither its processes nor a record here has it."""
@@ -72,7 +72,7 @@ class RunHere:
 class Ended:
     """The result of ending the left-over processes of one run."""
 
-    token: str
+    token: str = dataclasses.field(repr=False)
     ended: int
     left: tuple[str, ...] = ()
     """Processes that could not be killed: pid and command."""

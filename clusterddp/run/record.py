@@ -80,7 +80,7 @@ class RunRecord:
     """`run.json`: written only by the submitting side."""
 
     run: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     name: str
     launcher: str
     created_ns: int

@@ -88,7 +88,7 @@ class SweepRecord:
     """`sweep.json`: written only by the submitting side."""
 
     sweep: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     """The job's tag is computed from it; each run has a token of its own."""
     name: str
     launcher: str

@@ -76,6 +76,8 @@ class Variant:
     values: dict[str, Any]
     """Dotted key -> its value in this variant."""
     resolved: ResolvedSpec
+    submission: bytes | None = dataclasses.field(default=None, repr=False)
+    """Of a function from Python: it with the arguments of this variant, pickled."""
 
     @property
     def label(self) -> str:

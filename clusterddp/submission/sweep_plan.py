@@ -26,6 +26,7 @@ from clusterddp.planning.program import choose_snapshot, directories_used, fille
 from clusterddp.planning.slurm import SlurmPlan, sbatch_argv, script_sbatch_argv
 from clusterddp.run.code import CodeCopy, is_too_much, link_or_copy, plan_copy, replace_link, store_of, write_snapshot
 from clusterddp.run.directory import RunDir
+from clusterddp.run.gang import is_call
 from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.surroundings import capture_surroundings
@@ -33,6 +34,7 @@ from clusterddp.run.sweep import SweepDir, SweepRecord, task_of, write_sweep
 from clusterddp.spec.batch_script import options_of, read_array
 from clusterddp.system.files import write_bytes, write_json, write_text
 from clusterddp.system.own_directory import demand_own
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.run.code import SnapshotPlan
@@ -46,7 +48,7 @@ class SweepPlan:
     """Everything that the submit of a sweep will do."""
 
     sweep: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     """The job's tag is computed from it."""
     path: Path
     """The directory of the sweep, which contains its runs."""
@@ -58,6 +60,9 @@ class SweepPlan:
     """The plan of each run; its index is that of its task in the array."""
     job: SlurmPlan | None
     """The job array; None: a queue starts the runs."""
+
+    def __repr__(self) -> str:
+        return f"<SweepPlan of {self.base.name}: {format_count(len(self.runs), 'run')}, sweep {self.sweep}>"
 
     @property
     def base(self) -> Plan:
@@ -111,8 +116,9 @@ def plan_sweep(
 
     request = Request(runs_dir=runs_dir, working_dir=working_dir, environ=environ, queued=True, run=name)
 
-    def plan_one(resolved: ResolvedSpec) -> Plan:
-        return _beside_others(plan_run(resolved, request), spec.throttle)
+    def plan_one(variant: Variant) -> Plan:
+        its_own = dataclasses.replace(request, submission=variant.submission)
+        return _beside_others(plan_run(variant.resolved, its_own), spec.throttle)
 
     return _lay_out(spec, plan_one)
 
@@ -185,7 +191,7 @@ def rename_sweep(plan: SweepPlan) -> SweepPlan:
     return dataclasses.replace(plan, sweep=sweep, path=path, runs=runs, job=job)
 
 
-def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> SweepPlan:
+def _lay_out(spec: SweepSpec, plan_one: Callable[[Variant], Plan]) -> SweepPlan:
     """Make a plan for each variant, and one for the job array.
 
     Variants with the same program and network share one planning, so a thousand values take little longer than one.
@@ -195,7 +201,7 @@ def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> Sweep
     for index, variant in enumerate(spec.variants):
         kind = _kind(variant.resolved.job)
         if kind not in planned:
-            planned[kind] = plan_one(variant.resolved)
+            planned[kind] = plan_one(variant)
         base = next(iter(planned.values()))
         if planned[kind].snapshot != base.snapshot:
             kept = base.snapshot["root"] if base.snapshot else "none"
@@ -204,7 +210,7 @@ def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> Sweep
                 hint="keep the programs in one git repository, or set snapshot=false",
             )
         run_dir = base.runs_dir / base.run / f"{base.run}.{index}"
-        runs.append(_with_values(planned[kind], variant.resolved, run_dir=run_dir, token=secrets.token_hex(16)))
+        runs.append(_with_values(planned[kind], variant, run_dir=run_dir, token=secrets.token_hex(16)))
     path, token = runs[0].runs_dir, secrets.token_hex(16)
     return SweepPlan(
         sweep=path.name,
@@ -220,7 +226,9 @@ def _lay_out(spec: SweepSpec, plan_one: Callable[[ResolvedSpec], Plan]) -> Sweep
 
 def _kind(job: JobSpec) -> str:
     """Return a text that is the same for variants that can share one planning."""
-    entry = job.entry.model_copy(update={"args": ()}).model_dump_json() if job.entry else ""
+    function = (job.entry and job.entry.function) or ""
+    called = {"function": function.partition("(")[0] if is_call(function) else function or None}
+    entry = job.entry.model_copy(update={"args": (), **called}).model_dump_json() if job.entry else ""
     return f"{entry} {job.network.model_dump_json()}"
 
 
@@ -233,14 +241,22 @@ def _beside_others(plan: Plan, throttle: int | None) -> Plan:
     return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, threads_per_rank=threads))
 
 
-def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: str) -> Plan:
-    """Return the plan of another run of a sweep: the same job, with other values of train, env and entry.args."""
+def _with_values(plan: Plan, variant: Variant, *, run_dir: Path, token: str) -> Plan:
+    """Return the plan of another run of a sweep: the same job, with other values of train, env and entry.args.
+
+    Of a function from Python: the same function with other arguments.
+    """
     from clusterddp.spec.yamlfile import resolved_yaml
 
+    resolved = variant.resolved
     job = with_absolute_paths(resolved.job, plan.working_dir)
     entry = plan.gang.entry
     if job.entry:
         entry = dataclasses.replace(entry, args=tuple(job.entry.args), kwargs=dict(job.entry.kwargs))
+    if job.entry and job.entry.function and entry.is_call:  # the place of its file is that in the run's code
+        call = plan.spec["entry"]["function"].partition(":")[2]
+        target = entry.target.removesuffix(call) + job.entry.function.partition(":")[2]
+        entry = dataclasses.replace(entry, target=target)
     filled = filled_in(job)
     gang = dataclasses.replace(plan.gang, token=token, entry=entry, env=dict(job.env))
     mounts = (*directories_used(filled, plan.working_dir), *plan.linked_places)
@@ -253,6 +269,7 @@ def _with_values(plan: Plan, resolved: ResolvedSpec, *, run_dir: Path, token: st
         gang=gang,
         changes=resolved.changes(),
         slurm=slurm,
+        submission=variant.submission or plan.submission,
     )
     return move_plan(other, run_dir)
 
@@ -377,6 +394,8 @@ def _fill_run(sweep: SweepDir, plan: Plan, record: RunRecord, hidden: Mapping[st
     texts |= {run.spec: plan.spec_text} | ({run.job_secrets: json.dumps(hidden)} if hidden else {})
     for path, text in texts.items():
         write_bytes(path, text.encode(), durable=False)
+    if plan.gang.entry.is_call:
+        write_bytes(run.submission, plan.submission or b"", durable=False)
     link_or_copy(str(sweep.environment), str(run.environment))
     if plan.gang.entry.kind == "batch_script":
         link_or_copy(str(RunDir(sweep.path).batch_script), str(run.batch_script))

@@ -249,7 +249,7 @@ class HostRun:
     run: RunDir
     name: str
     """The name of its directory on the host."""
-    token: str
+    token: str = dataclasses.field(repr=False)
     node: SshNode
     """The host."""
     ranks: frozenset[int]

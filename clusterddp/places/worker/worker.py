@@ -89,7 +89,7 @@ class Decided:
     """What participant 0 decides and sends to all."""
 
     run: str
-    token: str
+    token: str = dataclasses.field(repr=False)
     attempt: int
     reached: str
     """The address by which the others reach participant 0's host."""

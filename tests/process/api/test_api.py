@@ -78,6 +78,7 @@ def test_a_run_of_another_process_is_found_by_its_name(tmp_path: Path) -> None:
 
 
 def test_metrics_are_rows_and_a_row_that_was_cut_is_left_out(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
     append_jsonl(tmp_path / "metrics.jsonl", {"kind": "train", "step": 1})
     with open(tmp_path / "metrics.jsonl", "a") as file:
         file.write('{"kind": "tr')

@@ -1,0 +1,103 @@
+"""Functions from Python on a real Slurm: a map is one job array, and its handles are those of futures."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+import pytest
+
+from tests.process.api.test_notebook import check_notebook
+from tests.support import notebook
+from tests.support.slurm_person import SlurmPerson
+from tests.testbed.plan import HEAD
+from tests.testbed.rack import Rack
+
+pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
+
+SETUP = """
+import json, os, time
+from concurrent import futures
+import clusterddp, clusterddp.errors
+
+scale = 10
+executor = clusterddp.Executor(
+    "slurm", resources={"nodes": 2, "procs_per_node": 1, "time": "0:10:00"}, device="cpu", slurm={"comment": "mine"}
+)
+def train(lr, pause=0):
+    if lr > 1:
+        raise ValueError(f"{lr} diverges")
+    time.sleep(pause)
+    return lr * scale, int(os.environ["RANK"]), os.environ["SLURM_ARRAY_JOB_ID"]
+"""
+MAP = """
+runs = executor.map(train, [0.1, 0.2, 2])
+first = [run.results() for run in runs[:2]]
+error = runs[2].exception()
+mine = {run.future(): place for place, run in enumerate(runs)}
+ended = sorted(mine[future] for future in futures.as_completed(mine, timeout=60))
+print(json.dumps({
+    "values": [[[value, rank] for value, rank, _ in values] for values in first],
+    "arrays": sorted({array for values in first for _, _, array in values}),
+    "jobs": [run.job_id for run in runs],
+    "states": [run.state for run in runs],
+    "error": [type(error).__name__, error.rank, error.host, error.traceback.splitlines()],
+    "ended": ended,
+}))
+"""
+CANCEL = """
+with executor.batch():
+    short, long = executor.submit(train, 0.1), executor.submit(train, 0.1, pause=300)
+short.wait()
+while not long.running():
+    time.sleep(0.2)
+try:
+    long.result(timeout=1)
+except futures.TimeoutError as error:
+    late = str(error)
+said = long.cancel()
+print(json.dumps([short.state, late, said, long.cancelled(), long.done(), type(long.exception()).__name__]))
+"""
+
+
+def run_python(person: SlurmPerson, code: str) -> Any:
+    answer = person.rack.run(
+        HEAD, [sys.executable, "-c", SETUP + code], cwd=person.path, env=person.variables(), timeout_s=240
+    )
+    return json.loads(answer.stdout)
+
+
+@pytest.fixture
+def slurm(rack: Rack, request: pytest.FixtureRequest) -> SlurmPerson:
+    return SlurmPerson.at(rack, f"executor-{abs(hash(request.node.name))}")
+
+
+def test_a_map_is_one_job_array_with_results_and_the_traceback_of_a_rank(slurm: SlurmPerson) -> None:
+    told = run_python(slurm, MAP)
+    assert told["values"] == [[[1.0, 0], [1.0, 1]], [[2.0, 0], [2.0, 1]]]
+    array = told["jobs"][0].partition("_")[0]
+    assert told["arrays"] == [array]
+    assert told["jobs"] == [f"{array}_{task}" for task in range(3)]
+    assert told["states"] == ["COMPLETED", "COMPLETED", "FAILED"]
+    kind, rank, host, traceback = told["error"]
+    assert (kind, traceback[-1]) == ("RankError", "ValueError: 2 diverges")
+    assert rank in (0, 1)
+    assert host.startswith("node")
+    assert told["ended"] == [0, 1, 2]
+
+
+def test_one_call_of_a_batch_is_cancelled_and_the_other_has_ended(slurm: SlurmPerson) -> None:
+    short, late, said, *rest = run_python(slurm, CANCEL)
+    assert short == "COMPLETED"
+    assert "is RUNNING after 1 s" in late
+    assert said == "cancelled"
+    assert rest == [True, True, "RunCancelledError"]
+
+
+def test_a_notebook_on_the_login_node_submits_to_slurm(slurm: SlurmPerson) -> None:
+    pytest.importorskip("nbclient")
+    pytest.importorskip("ipykernel")
+    command = [sys.executable, str(notebook.__file__), "slurm"]
+    answer = slurm.rack.run(HEAD, command, cwd=slurm.path, env=slurm.variables(), timeout_s=300)
+    check_notebook(json.loads(answer.stdout))
