@@ -470,8 +470,8 @@ def submit_sweep(
     """
     from clusterddp.spec.sweep import load_sweep
 
-    section = {"sweep": {"values": dict(values)} | ({"throttle": parallel} if parallel else {})}
-    words = [*_words(overrides), *(f"{key}={_yaml(key, value)}" for key, value in section.items())]
+    section = _yaml("sweep", {"values": dict(values), "throttle": parallel})
+    words = [*_words(overrides), f"sweep={section}"]
     read = load_sweep(_text_of(spec), words, sweep=False, profile=profile, environ=os.environ)
     return _submit_all(read, runs_dir=_runs_dir(runs_dir), environ=os.environ)
 
@@ -518,6 +518,8 @@ class Executor:
         Raises: UsageError: a name is one of submitit's, with what it is here.
         """
         self._beside: dict[str, Any] = {"base": base, "profile": profile, "hosts": hosts}
+        if parallel is not None and parallel < 1:
+            raise UsageError(f"parallel is {parallel}, expected at least 1, or None")
         self._parallel = parallel
         self._runs_dir = None if runs_dir is None else Path(runs_dir).absolute()
         self._keys: dict[str, Any] = {}
@@ -529,7 +531,7 @@ class Executor:
         return f"Executor({keys})"
 
     def update_parameters(self, **keys: Any) -> None:
-        """Change keys of the spec for the calls that follow; of a mapping only the keys that are named.
+        """Change keys of the spec for the calls that follow; of a mapping only the keys that are named; None drops one.
 
         Raises: UsageError: a name is one of submitit's, with what it is here; or a batch is open.
         """
@@ -544,9 +546,9 @@ class Executor:
                 raise UsageError(f"{key} is submitit's name", hint=f"here it is {new}")
         for key, value in keys.items():
             old = self._keys.get(key)
-            both = isinstance(value, Mapping) and isinstance(old, Mapping)
-            if value is not None:
-                self._keys[key] = {**old, **value} if both else value  # type: ignore[dict-item]
+            self._keys[key] = {**old, **value} if isinstance(value, Mapping) and isinstance(old, Mapping) else value
+            if value is None:
+                del self._keys[key]
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
         """Start the run of a call; in a `batch` it is started at the end of the block.

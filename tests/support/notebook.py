@@ -1,4 +1,4 @@
-"""A notebook that submits functions, run by nbclient: `python notebook.py LAUNCHER` prints what its cells gave, as JSON.
+"""A notebook that submits functions, run by nbclient: `python notebook.py LAUNCHER` prints what cells gave, as JSON.
 
 A cell gives the text of its result, `html: ...` where it has one for a browser, or `error: NAME: text`.
 """
@@ -39,6 +39,18 @@ def run_notebook(launcher: str) -> list[str]:
         notebook, km=manager, timeout=240, allow_errors=True, resources={"metadata": {"path": "."}}
     ).execute()
     return [_given(cell.outputs) for cell in notebook.cells]
+
+
+def check_outcomes(given: list[str]) -> None:
+    """Check what the cells of `CELLS` gave."""
+    assert given[:3] == ["", "('closure', 5.0)", "[2.0, 4.0]"]
+    assert given[3].startswith("html: <table><tr><th>run</th><td>")
+    assert "<td>COMPLETED" in given[3]
+    assert given[4].startswith("error: RankError: ")
+    lines = given[4].splitlines()
+    assert "rank 0 on " in lines[0]
+    assert any(line.strip().endswith(", in train") for line in lines)
+    assert lines[-1] == "ValueError: 2 diverges"
 
 
 def _given(outputs: list[Any]) -> str:

@@ -173,8 +173,10 @@ def test_a_program_that_failed_has_an_exception_but_no_result(tmp_path: Path) ->
 
 def test_parameters_are_updated_key_by_key_and_any_key_of_a_spec_is_one(tmp_path: Path) -> None:
     executor = clusterddp.Executor(resources={"procs_per_node": 2, "time": "1:00:00"}, env={"WORD": "a, {b}"})
-    executor.update_parameters(resources={"procs_per_node": 1}, network={"backend": "gloo"})
+    executor.update_parameters(resources={"procs_per_node": 1}, network={"backend": "gloo"}, hang="fail")
+    executor.update_parameters(hang=None)
     assert repr(executor).startswith("Executor(resources={'procs_per_node': 1, 'time': '1:00:00'}, env=")
+    assert "hang" not in repr(executor)
     run = executor.submit(lambda: os.environ["WORD"])
     assert run.results(60) == ["a, {b}"]
     job = clusterddp.load_spec(run.path / "spec.yaml").job
@@ -229,6 +231,7 @@ WRONG: list[tuple[Callable[[], Any], str]] = [
     (lambda: clusterddp.Executor(slurm_partition="gpu"), r'here it is slurm=\{"partition": \.\.\.\}'),
     (lambda: clusterddp.Executor(slurm_array_parallelism=4), "here it is parallel="),
     (lambda: clusterddp.Executor(folder="logs"), "here it is runs_dir="),
+    (lambda: clusterddp.Executor(parallel=0), "parallel is 0, expected at least 1"),
     (lambda: clusterddp.Executor().map(divide, [1, 2], [3]), "the iterables have 2 and 1 items"),
 ]
 

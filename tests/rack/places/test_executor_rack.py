@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from tests.process.api.test_notebook import check_notebook
 from tests.support import notebook
 from tests.support.slurm_person import SlurmPerson
 from tests.testbed.plan import HEAD
@@ -100,4 +99,4 @@ def test_a_notebook_on_the_login_node_submits_to_slurm(slurm: SlurmPerson) -> No
     pytest.importorskip("ipykernel")
     command = [sys.executable, str(notebook.__file__), "slurm"]
     answer = slurm.rack.run(HEAD, command, cwd=slurm.path, env=slurm.variables(), timeout_s=300)
-    check_notebook(json.loads(answer.stdout))
+    notebook.check_outcomes(json.loads(answer.stdout))
