@@ -1,4 +1,4 @@
-"""Functions from Python on a real Slurm: a map is one job array, and its handles are those of futures."""
+"""Functions from Python on a real Slurm, where a map is one job array, and over SSH, where a queue starts its runs."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 
 from tests.support import notebook
 from tests.support.slurm_person import SlurmPerson
+from tests.support.ssh_place import SshPlace
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 
@@ -92,6 +93,27 @@ def test_one_call_of_a_batch_is_cancelled_and_the_other_has_ended(slurm: SlurmPe
     assert "is RUNNING after 1 s" in late
     assert said == "cancelled"
     assert rest == [True, True, "RunCancelledError"]
+
+
+OVER_SSH = """
+import json
+from concurrent import futures
+import clusterddp
+
+scale = 10
+spec = {"name": "far", "device": "cpu", "ssh": {"hosts": ["node1", "node2"], "python": "/opt/bare/bin/python"}}
+executor = clusterddp.Executor("ssh", base=spec, parallel=2)
+runs = executor.map(lambda number: number * scale, [1, 2])
+values = [run.results() for run in runs]
+mine = [run.future() for run in runs]
+print(json.dumps([values, len(list(futures.as_completed(mine, timeout=60))), runs[0].stderr(1), runs[0].state]))
+"""
+
+
+def test_a_map_over_ssh_brings_its_results_home(ssh_place: SshPlace) -> None:
+    argv = [sys.executable, "-c", OVER_SSH]
+    answer = ssh_place.rack.run(HEAD, argv, cwd=ssh_place.path, env=ssh_place.variables(), timeout_s=240)
+    assert json.loads(answer.stdout) == [[[10, 10], [20, 20]], 2, "", "COMPLETED"]
 
 
 def test_a_notebook_on_the_login_node_submits_to_slurm(slurm: SlurmPerson) -> None:
