@@ -18,7 +18,7 @@ import click
 from docs_pictures import ROOT
 from docs_records import files_page, json_page
 from docs_spec import spec_page
-from docs_text import WIDTH, cell, filled, head, items, page
+from docs_text import CODE_WIDTH, WIDTH, cell, filled, head, items, page
 
 from clusterddp import errors
 from clusterddp.cli import main as command_line
@@ -180,7 +180,7 @@ def _first_line(room: str) -> str:
 
 
 def _help(command: click.Command, name: str, parent: click.Context) -> list[str]:
-    context = click.Context(command, info_name=name, parent=parent, max_content_width=WIDTH, terminal_width=WIDTH)
+    context = click.Context(command, info_name=name, parent=parent, max_content_width=CODE_WIDTH, terminal_width=CODE_WIDTH)
     lines = ["```text", command.get_help(context), "```", ""]
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):

@@ -7,6 +7,8 @@ import textwrap
 from collections.abc import Mapping
 
 WIDTH = 100
+CODE_WIDTH = 80
+"""What the column of the site shows of a line of code without scrolling."""
 MARK = "<!-- Written by tools/write_docs: change the code, not this page. -->"
 
 
