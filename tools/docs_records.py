@@ -42,13 +42,13 @@ def files_page() -> str:
 _STARTED = "`run`, `launcher`, `job_id`, `run_dir`; with `-n` the plan"
 FORMS = {
     "doctor": ("`healthy`, `checks`", "-r '.checks[] | select(.level == \"red\") | .fix'"),
-    "hosts check HOST...": ("`healthy`, `hosts`", "-r '.hosts[] | select(.ok | not) | .fix'"),
+    "hosts check HOST...": ("`healthy`, `hosts`", "-r '.hosts[].fix // empty'"),
     "submit SPEC": (_STARTED, "-r .run"),
     "resume RUN": (_STARTED, "-r .job_id"),
     "cancel RUN...": ("`runs`: `run`, `result` or `error`", "-r '.runs[] | select(.error) | .run'"),
     "status RUN": (
         "below; of a sweep `sweep`, `states`, `runs`, ...",
-        "-r '.ranks[] | select(.state == \"FAILED\") | .host'",
+        "-r .root_cause.host",
     ),
     "logs RUN --rank all": ("an object for each line", "-r 'select(.ranks == [3]) | .text'"),
     "stacks RUN": ("`verdict`, `suspects`, `groups`, `hint`, `ranks`", ".suspects"),

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import ast
 import inspect
+import itertools
+import re
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 if sys.version_info >= (3, 11):
@@ -180,14 +182,25 @@ def _first_line(room: str) -> str:
 
 
 def _help(command: click.Command, name: str, parent: click.Context) -> list[str]:
-    context = click.Context(command, info_name=name, parent=parent, max_content_width=CODE_WIDTH, terminal_width=CODE_WIDTH)
-    lines = ["```text", command.get_help(context), "```", ""]
+    width = CODE_WIDTH
+    context = click.Context(command, info_name=name, parent=parent, max_content_width=width, terminal_width=width)
+    lines = ["```text", *_narrow(command.get_help(context).splitlines()), "```", ""]
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
             found = command.get_command(context, inner)
             assert found is not None
             lines += [f"### {name} {inner}", "", *_help(found, inner, context)]
     return lines
+
+
+def _narrow(lines: Sequence[str]) -> Iterator[str]:
+    """Put the comments of examples above their commands, where a paragraph has a line that is too wide."""
+    for _, paragraph in itertools.groupby(lines, key=bool):
+        part = list(paragraph)
+        wide = max(map(len, part)) > CODE_WIDTH
+        for line in part:
+            example = re.fullmatch(r"( +)(\S.*?) {2,}(\S.*)", line) if wide else None
+            yield from (f"{example[1]}# {example[3]}", f"{example[1]}{example[2]}") if example else (line,)
 
 
 def _tree(kind: type[errors.ClusterddpError], depth: int) -> Iterator[tuple[type[errors.ClusterddpError], int]]:

@@ -13,6 +13,8 @@ ROOT = Path(__file__).resolve().parent.parent
 DOCS = ROOT / "docs"
 _OUTSIDE = re.compile(r"\[([^\]]*)\]\((?:\.\./)+([^)]*)\)")
 _COMMENT = re.compile(r"<!--.*?-->", re.DOTALL)
+_BOOSTS = {"architecture.md": 0.1, "benchmarks.md": 0.1, "status.md": 0.1, "decisions/": 0.1, "reference/": 0.3}
+"""How much less a match counts on pages for people who change the code, and on reference pages."""
 
 
 def pages() -> list[tuple[str, str]]:
@@ -35,9 +37,21 @@ def make_llms_txt(made: Mapping[Path, str]) -> dict[Path, str]:
     return {DOCS / "llms.txt": "\n".join(lines) + "\n"}
 
 
-def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+def on_config(config: Any, **_: Any) -> Any:
+    """Link to the repository once mkdocs.yml has its address. mkdocs calls this."""
+    if config.extra["repository"]:
+        config.repo_url, config.repo_name = config.extra["repository"], "Repository"
+    return config
+
+
+def on_page_markdown(markdown: str, *, page: Any, config: Any, **_: Any) -> str:
     """Name a file outside of docs/ by its path in the repository: the site does not have it. mkdocs calls this."""
     depth = page.file.src_uri.count("/")
+    for start, boost in _BOOSTS.items():
+        if page.file.src_uri.startswith(start):
+            page.meta["search"] = {"boost": boost}
+    if config.repo_url:
+        markdown = markdown.replace("$REPOSITORY", config.repo_url)
 
     def named(match: re.Match[str]) -> str:
         leaves = match[0].count("../") > depth

@@ -103,7 +103,7 @@ def manifest(
     """Print a Kubeflow PyTorchJob that runs a spec: a pod for each node, torchrun in it, a rank for each process.
 
     \b
-    clusterddp manifest job.yaml --image registry/train:1 --claim runs | kubectl apply -f -
+    clusterddp manifest job.yaml --image train:1 | kubectl apply -f -
     """
     from clusterddp.importing.manifest import write_manifest
     from clusterddp.spec.load import load_spec

@@ -59,7 +59,7 @@ def worker(
     torchrun --nproc-per-node 2 -m clusterddp worker job.yaml
     srun clusterddp worker job.yaml                            in salloc, or a batch script
     mpirun -n 4 clusterddp worker job.yaml                     Open MPI or MPICH
-    RANK=1 WORLD_SIZE=2 MASTER_ADDR=gpu01 MASTER_PORT=29500 clusterddp worker job.yaml
+    RANK=1 WORLD_SIZE=2 MASTER_ADDR=gpu01 clusterddp worker job.yaml
     clusterddp worker job.yaml                                 on each machine of ssh.hosts
     CLUSTERDDP_JOIN_KEY=... for all                            no process without the key takes part
     """

@@ -25,13 +25,13 @@ def messages(cell: str) -> list[str]:
 
 @pytest.mark.parametrize(
     ("message", "category"),
-    [(text, row[1].strip("`")) for row in rows("Of your program") for text in messages(row[0])],
+    [(text, row[1].strip("`")) for row in rows("Out of memory, port in use: errors of your program") for text in messages(row[0])],
 )
 def test_a_message_of_a_program_has_its_category(message: str, category: str) -> None:
     end = RankEnd(rank=3, host="node1", exit_code=1, error=message)
     assert diagnose(end).category == category
 
 
-@pytest.mark.parametrize("message", [text for row in rows("Of clusterddp") for text in messages(row[0])])
+@pytest.mark.parametrize("message", [text for row in rows("Errors of clusterddp") for text in messages(row[0])])
 def test_a_message_of_ours_is_in_the_code(message: str) -> None:
     assert message in CODE
