@@ -38,7 +38,15 @@ def main() -> None:
         began = time.monotonic()
         code = subprocess.run(run, cwd=place, capture_output=True, check=False).returncode
         print(f"clusterddp: exit code {code} after {time.monotonic() - began:.1f} s")
-        torchrun = [sys.executable, *_TORCHRUN.split(), "--rdzv-endpoint", "127.0.0.1:29871", "train.py"]
+        torchrun = [
+            sys.executable,
+            *_TORCHRUN.split(),
+            "--local-addr",
+            "127.0.0.1",
+            "--rdzv-endpoint",
+            "127.0.0.1:29871",
+            "train.py",
+        ]
         began = time.monotonic()
         left = {subprocess.Popen(torchrun, cwd=place, stderr=subprocess.DEVNULL) for _ in range(2)}
         while left:
