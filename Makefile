@@ -28,7 +28,7 @@ help:
 	@echo "make rack RELEASE=trixie    the same with that Debian release's Slurm: bullseye, bookworm, trixie or sid"
 	@echo "make test-slurm RELEASE='trixie sid'    the tests that need Slurm, with theirs; writes the table of docs/slurm.md"
 	@echo "make docs    write what docs/ takes from the code, and build the site into site/"
-	@echo "make wheel   build the wheel into dist/"
+	@echo "make wheel   build the wheel and the sdist into dist/"
 	@echo "make clean   remove .venv/ and what the tools left"
 
 demo: $(VENV)/.train
@@ -81,7 +81,7 @@ docs: $(VENV)/.docs
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 wheel: $(VENV)/.dev
-	$(BIN)/pip wheel --no-deps --wheel-dir dist .
+	$(BIN)/python -m hatchling build
 
 clean:
 	rm -rf $(VENV) dist build site .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
