@@ -32,7 +32,7 @@ class Placement:
     """Where and on which devices the ranks run."""
 
     nodes: tuple[Node, ...]
-    threads_per_rank: int
+    threads_per_rank: int | None
     backend: Literal["gloo", "nccl"]
     on_cpu: bool
     """True: no rank has a GPU."""

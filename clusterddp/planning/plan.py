@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -35,6 +35,7 @@ from clusterddp.run.gang import Gang, Notify
 from clusterddp.run.record import BY_HAND
 from clusterddp.run.seal import demand_sealed, refuse_changed, sealed
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
+from clusterddp.spec.slurm_options import read_gpu_request
 from clusterddp.spec.train import DEFINING
 from clusterddp.system.python import module_command
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
@@ -121,6 +122,17 @@ class Plan:
     def elsewhere(self) -> bool:
         """Whether this machine cannot check the ranks' environment: they run on hosts over SSH or in a container."""
         return self.ssh is not None or (self.slurm is not None and self.slurm.container is not None)
+
+    @property
+    def num_gpus(self) -> int:
+        """How many GPUs the run asks for, on all nodes; 0: for none, or it is not known."""
+        if self.ssh:
+            return sum(host.gpus for host in self.ssh.hosts)
+        if self.slurm is None or self.gang.on_cpu or self.gang.entry.kind == "batch_script":
+            return sum(len(node.gpus) for node in self.gang.nodes)
+        request, nodes = read_gpu_request(self.slurm.sbatch_options), len(self.gang.nodes)
+        gpus = request.on_node(nodes=nodes, tasks=self.gang.num_ranks // nodes) if request else None
+        return int(gpus * nodes) if gpus else 0
 
     @property
     def has_own_code(self) -> bool:
@@ -224,7 +236,19 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     if plan.slurm:
         slurm = dataclasses.replace(plan.slurm, mounts=(*plan.slurm.mounts, *plan.linked_places))
         plan = dataclasses.replace(plan, slurm=slurm)
+    plan = dataclasses.replace(plan, notes=(*_idle_gpus(plan), *plan.notes))
     return move_plan(plan, runs_dir / run)
+
+
+def _idle_gpus(plan: Plan) -> Iterator[str]:
+    """Say that ranks are fewer than GPUs, and what starts one for each."""
+    gpus, ranks = plan.num_gpus, plan.gang.num_ranks
+    if gpus > ranks:
+        yield (
+            f"the run asks for {gpus} GPUs and has {format_count(ranks, 'rank')}, which compute on one GPU each unless "
+            f"the program takes more: resources.gpus_per_node={gpus // len(plan.gang.nodes)} without procs_per_node "
+            "starts a rank for each"
+        )
 
 
 def _seconds(duration: Duration | None) -> float | None:
@@ -365,6 +389,9 @@ def _rank0_variables(plan: Plan) -> dict[str, dict[str, str]]:
             shown.pop(name, None)
         elif name not in shown or shown[name]["value"] != value:
             shown[name] = {"value": value, "origin": _OF_THE_ENTRY}
+    if gang.threads_per_rank is None and "OMP_NUM_THREADS" not in gang.env:
+        value = "its share of the job's cores on its node"
+        shown["OMP_NUM_THREADS"] = {"value": value, "origin": "resources.cpus_per_task"}
     if "CUDA_VISIBLE_DEVICES" in gang.env:
         return shown
     if slurm and not gang.on_cpu:

@@ -93,9 +93,12 @@ def choose_options(job: JobSpec, environ: Mapping[str, str], dependency: str | N
     options |= {name: value for name, value in own.items() if name not in SRUN_OPTIONS}
     exported, notes = _exported(environ, {**wanted, **options})
     sbatch = options | exported
-    if job.resources.cpus_per_task is None and sbatch.get("exclusive") is True:
-        del sbatch["cpus_per_task"]  # a number would leave each rank as many of its node's cores
-    srun: Options = {name: value for name, value in own.items() if name in SRUN_OPTIONS}
+    if "gpus" in own and job.resources.nodes > 1 and "gpus_per_node" not in wanted:
+        # Of eight GPUs for two nodes Slurm gives the first one seven.
+        kind, colon, _ = str(own["gpus"]).rpartition(":") if "," not in str(own["gpus"]) else ("", "", "")
+        sbatch["gpus_per_node"] = f"{kind}{colon}{job.resources.gpus_per_node}"
+    srun = {name: value for name, value in _of_the_step(job).items() if name not in wanted}
+    srun |= {name: value for name, value in own.items() if name in SRUN_OPTIONS}
     bound = [name for name in sbatch if name in BIND_OPTIONS and not str(sbatch[name]).endswith("none")]
     notes += tuple(f"slurm.{name}: {_BOUND}" for name in bound if asks_for_gpus(sbatch))
     return JobOptions(sbatch=sbatch, srun=srun, notes=notes)
@@ -121,19 +124,32 @@ def memory_text(gigabytes: float) -> str:
 
 def _required(job: JobSpec) -> Options:
     resources = job.resources
-    once = job.entry is not None and job.entry.owns_ranks
-    tasks_per_node = 1 if once else resources.ranks_per_node
-    # A program that starts ranks itself needs the cores of all of them.
-    cores_per_task = (resources.cpus_per_task or 1) * (resources.ranks_per_node // tasks_per_node)
     options: Options = {
         "nodes": str(resources.nodes),
-        "ntasks": str(resources.nodes * tasks_per_node),
-        "ntasks_per_node": str(tasks_per_node),
-        "cpus_per_task": str(cores_per_task),
+        "ntasks": str(resources.world_size),
+        "ntasks_per_node": str(resources.ranks_per_node),
     }
+    if resources.cpus_per_task:
+        options["cpus_per_task"] = str(resources.cpus_per_task)
     if job.notify and job.notify.mail:
         options |= {"mail_user": job.notify.mail, "mail_type": job.notify.mail_types}
     return options | ({"time": str(resources.time)} if resources.time else {})
+
+
+def _of_the_step(job: JobSpec) -> Options:
+    """Return the options of srun that the job does not have.
+
+    The job is the same with `owns_ranks`: then the step's tasks are fewer, with the cores of all ranks of their nodes.
+    """
+    resources, options = job.resources, Options()
+    if job.entry and job.entry.owns_ranks:
+        options |= {"ntasks": str(resources.nodes), "ntasks_per_node": "1"}
+        if resources.cpus_per_task:
+            options["cpus_per_task"] = str(resources.cpus_per_task * resources.ranks_per_node)
+    if not resources.cpus_per_task:
+        # Where a node has as many cores as ranks, Slurm would bind each rank to one, and a site may bind them always.
+        options["cpu_bind"] = "none"
+    return options
 
 
 def _defaults(job: JobSpec, dependency: str | None) -> Options:
@@ -360,7 +376,7 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
         "nodes": options["nodes"],
         "ntasks": options["ntasks"],
         "ntasks_per_node": options["ntasks_per_node"],
-        # srun of 22.05 to 23.02 does not inherit it from the job.
+        # srun of 22.05 to 23.02 does not inherit it from the job. Without a number the step has all cores of the job.
         "cpus_per_task": options.get("cpus_per_task", False),
         # Ranks with neighbouring numbers then share a socket, and usually their GPUs; Slurm's default is cyclic.
         "distribution": options.get("distribution") or "block:block",
@@ -373,7 +389,7 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
     inside = container_words(plan.container, mounts=plan.mounts, run_dir=run_dir)
     flags = container_flags(plan.container, mounts=plan.mounts, run_dir=run_dir)
     task = (*inside, str(run_dir))
-    return (*_without_binding(options), "srun", *option_argv(ours), *option_argv(plan.srun_options), *flags, *task)
+    return (*_without_binding(options), "srun", *option_argv(ours | plan.srun_options), *flags, *task)
 
 
 def _without_binding(options: Mapping[str, str | bool]) -> tuple[str, ...]:
@@ -472,7 +488,8 @@ def place(job: JobSpec, request: Request) -> Placement:
         return _place_batch_script(job, Path(job.entry.batch_script), request)
     dependency, waiting = find_dependency(job.after, request.runs_dir)
     options = choose_options(job, request.environ, dependency)
-    placement = plan_slurm_placement(job, gpus=options.gpus, whole_nodes="cpus_per_task" not in options.sbatch)
+    placement = plan_slurm_placement(job, gpus=options.gpus, whole_nodes=options.sbatch.get("exclusive") is True)
+    placement = dataclasses.replace(placement, threads_per_rank=job.resources.cpus_per_task)
     shared = check_shared(
         request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
     )
@@ -531,7 +548,7 @@ def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement
 def plan_slurm_placement(job: JobSpec, *, gpus: bool, whole_nodes: bool) -> Placement:
     """Place the ranks on the nodes of a job; Slurm chooses hosts and GPUs at its start.
 
-    `gpus`: the job asks for GPUs. `whole_nodes`: it has all cores of its nodes, and names no number of them.
+    `gpus`: the job asks for GPUs. `whole_nodes`: it has all cores of its nodes.
     Raises: PreflightError: the spec asks for nccl and for no GPUs.
     """
     per_node = job.resources.ranks_per_node
@@ -553,8 +570,9 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool, whole_nodes: bool) -> Plac
     if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
         notes.append("resources.gpus_per_node is not set: the job asks for no GPU, its ranks compute on the CPU")
     if job.resources.cpus_per_task is None:
-        share = "the ranks of a node share all of its cores, with one thread each"
-        notes.append(f"resources.cpus_per_task is not set: {share if whole_nodes else 'one core for each rank'}")
+        few = "those that Slurm gives the job, often one for each rank; workers that load data need more"
+        cores = "all of its cores" if whole_nodes else few
+        notes.append(f"resources.cpus_per_task is not set: the ranks of a node share {cores}")
     return Placement.elsewhere(job, nodes, gpus=gpus, notes=tuple(notes))
 
 

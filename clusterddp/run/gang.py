@@ -157,7 +157,8 @@ class Gang:
     """Secret of the run: it is in the cookie of every process, and signs the messages between the supervisors."""
     nodes: tuple[Node, ...]
     entry: Entry
-    threads_per_rank: int
+    threads_per_rank: int | None
+    """None: a rank's share of the cores that the run has on its node, which is known there."""
     backend: Literal["gloo", "nccl"]
     master_addr: str
     master_port: int | None = None
@@ -283,7 +284,8 @@ class Gang:
         if any(gpu.startswith("MIG-") for gpu in gpus) and len(gpus) == len(node.ranks) > 1:
             gpus = (gpus[node.ranks.index(rank)],)
             chosen[GPU] = Variable("0", "CUDA shows a process one slice of a GPU")
-        chosen["OMP_NUM_THREADS"] = Variable(str(self.threads_per_rank), "resources.cpus_per_task")
+        if self.threads_per_rank is not None:
+            chosen["OMP_NUM_THREADS"] = Variable(str(self.threads_per_rank), "resources.cpus_per_task")
         chosen["PYTHONUNBUFFERED"] = Variable("1", "clusterddp: logs are read while they are written")
         if not node.slurm_chooses_gpus:
             gpu_origin = "the GPUs of the node" if gpus else "the plan: no GPU for this run"

@@ -21,7 +21,15 @@ from clusterddp.spec.fields import MAX_RANKS, Conflict
 from clusterddp.spec.hosts import ssh_conflicts, with_node_for_each_host
 from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.model import JobSpec, notify_conflicts
-from clusterddp.spec.slurm_options import GPU_OPTIONS, MEMORY_OPTIONS, REQUEUE_OPTIONS, asks_for_gpus, option_problem
+from clusterddp.spec.slurm_options import (
+    GPU_OPTIONS,
+    MEMORY_OPTIONS,
+    REQUEUE_OPTIONS,
+    GpuRequest,
+    asks_for_gpus,
+    option_problem,
+    read_gpu_request,
+)
 from clusterddp.spec.train import BUILT_IN, FOLDER, IMAGE_SETS, fits_fastnet, kept_side, own_side
 from clusterddp.spec.tree import (
     ListNode,
@@ -37,6 +45,7 @@ from clusterddp.spec.tree import (
     without,
 )
 from clusterddp.system.storage import HOST_SILENCE_S
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -90,7 +99,7 @@ def check(tree: Mapping, submitted: Submitted | None = None) -> tuple[JobSpec | 
     if job is None:
         # Valid values may still conflict: the rules check a spec without the invalid ones.
         job, _ = _typed(JobSpec, {"name": "unnamed"} | to_data(functools.reduce(without, wrong, tree)))
-    job = job and with_node_for_each_host(job)
+    job = job and _with_gpus_of_slurm(with_node_for_each_host(job))
     absent = absences(job, submitted) if job and submitted else ()
     for conflict in (*_conflicts(job), *absent) if job else ():
         paths = [tuple(key.split(".")) for key in conflict.keys]
@@ -110,6 +119,32 @@ def check_section(tree: Mapping, model: type[_Model], key: str) -> tuple[_Model 
     found = [_field_problem(known, detail) for detail in details]
     problems += [dataclasses.replace(each, key=f"{key}.{each.key}") for each in found]
     return (None, problems) if problems else (typed, [])
+
+
+def _with_gpus_of_slurm(job: JobSpec) -> JobSpec:
+    """Return a spec for Slurm with as many GPUs on each node as its options of sbatch ask for, unless it has a number.
+
+    So the number of ranks follows them.
+    """
+    resources, request = job.resources, read_gpu_request(job.slurm)
+    own = job.entry is not None and job.entry.batch_script is not None
+    if job.launcher != "slurm" or own or resources.gpus_per_node is not None or request is None:
+        return job
+    gpus = _gpus_on_node(request, job)
+    if not gpus:
+        return job
+    return job.model_copy(update={"resources": resources.model_copy(update={"gpus_per_node": gpus})})
+
+
+def _gpus_on_node(request: GpuRequest, job: JobSpec) -> int | None:
+    """Return how many GPUs Slurm gives on each node; None: not known, or not as many on each.
+
+    A number for each task says how many ranks there are only where it is 1: a rank usually computes on one GPU.
+    """
+    resources = job.resources
+    named = resources.procs_per_node or resources.gpus_per_node
+    gpus = request.on_node(nodes=resources.nodes, tasks=named or (1 if request.count == 1 else None))
+    return int(gpus) if gpus is not None and gpus.denominator == 1 else None
 
 
 def _typed(model: type[_Model], data: dict[str, Any]) -> tuple[_Model | None, list[ErrorDetails]]:
@@ -301,6 +336,10 @@ def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
             (f"slurm.{memory[0]}", "resources.memory_gb"),
             "resources.memory_gb asks for memory too, expected one of them",
         )
+    if options.get("cpus_per_gpu") and job.resources.cpus_per_task is not None:
+        yield Conflict(
+            ("slurm.cpus_per_gpu", "resources.cpus_per_task"), "sbatch takes one of them: both set the cores"
+        )
     gpus = [name for name in options if name in GPU_OPTIONS and options[name]]
     if gpus and job.cpu_reason and asks_for_gpus(options):
         yield Conflict(
@@ -308,8 +347,28 @@ def _slurm_conflicts(job: JobSpec) -> Iterator[Conflict]:
             f"asks for GPUs, and {job.cpu_reason}",
             f"slurm.{gpus[0]}=false leaves it out",
         )
+    request = read_gpu_request(options)
+    if request and job.launcher == "slurm" and not own and not job.cpu_reason:
+        yield from _gpu_conflicts(request, job)
     if options.get("dependency") and job.after:
         yield Conflict(("slurm.dependency", "after"), "after sets it, expected one of them")
+
+
+def _gpu_conflicts(request: GpuRequest, job: JobSpec) -> Iterator[Conflict]:
+    """Find options of sbatch for GPUs that contradict the resources, or from which the ranks do not follow."""
+    key, asked, wanted = f"slurm.{request.option}", _gpus_on_node(request, job), job.resources.gpus_per_node
+    if asked is None and (wanted is None or request.option == "gpus"):
+        yield Conflict(
+            (key,),
+            f"found {describe(job.slurm[request.option])}, which does not say how many GPUs, and so ranks, a node has",
+            "resources.gpus_per_node in its place starts a rank for each GPU; slurm.gres=gpu:a100:4 names a type, too",
+        )
+    elif asked is not None and wanted is not None and asked != wanted:
+        yield Conflict(
+            (key, "resources.gpus_per_node"),
+            f"asks for {format_count(asked, 'GPU')} on each node, and resources.gpus_per_node for {wanted}",
+            f"leave one of them out: ~resources.gpus_per_node, or slurm.{request.option}=false",
+        )
 
 
 def _train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:

@@ -298,4 +298,6 @@ def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
             origins[key] = node.place.text
         elif key == "resources.nodes":
             origins[key] = "the number of hosts"
+        elif key == "resources.gpus_per_node":
+            origins[key] = "the GPUs that slurm asks for"
     return origins

@@ -128,7 +128,9 @@ class Resources(Section):
         None, "GPUs on each node, one rank each; 0: none; default: one for each rank where there are any."
     )
     cpus_per_task: fields.CpuCount | None = key(
-        None, "Cores for each rank; OMP_NUM_THREADS follows it. Default: the node's cores shared out."
+        None,
+        "Cores for each rank; OMP_NUM_THREADS follows it. Default: the ranks of a node share its cores, on Slurm those "
+        "of the job.",
     )
     memory_gb: fields.Gigabytes | None = key(None, "Memory on each node in gigabytes; default: no limit.")
     time: fields.TimeLimit | None = key(

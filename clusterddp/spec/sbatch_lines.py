@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.network.hostlist import MAX_HOSTS, count
 from clusterddp.spec.launch_options import SBATCH, Option, Word, take_options
+from clusterddp.spec.slurm_options import GPU, GPU_MARK, GpuRequest, read_gpu_request
 
 Lose = Callable[[str, str, int], None]
 """Is called with a part of the script that is not read, the reason, and its line."""
@@ -24,8 +25,6 @@ SIZES = frozenset(
 """Options that decide the sizes, or follow from them."""
 GPU_OPTIONS = ("gres", "gpus", "gpus_per_node", "gpus_per_task")
 _NUMBERS = ("ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "cpus_per_task", "cpus_per_gpu")
-_GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=][A-Za-z_][^:=(]*)?(?:[:=]([0-9]{1,6}))?(?:\(.*\))?")
-"""A resource of --gres."""
 _MARK = "#SBATCH"
 _OTHER_MARKS = ("#PBS", "#BSUB", "#$ ", "#COBALT", "#FLUX:")
 
@@ -60,11 +59,9 @@ class GivenOptions(dict[str, Given]):
         """Return a number from 1."""
         return int(self.value(name)) if re.fullmatch("0{0,9}[1-9][0-9]{0,5}", self.value(name)) else None
 
-    def count(self, name: str) -> int | None:
-        """Count GPUs in `4`, `a100:4`, `a100:2,v100:2`."""
-        counts = [part.rpartition(":")[2] for part in self.value(name).split(",")]
-        numbers = [int(count) for count in counts if re.fullmatch("[0-9]{1,6}", count)]
-        return sum(numbers) if numbers else None
+    def gpus(self, *names: str) -> GpuRequest | None:
+        """Return what these options ask for; without names any of the job's."""
+        return read_gpu_request({name: self.value(name) for name in names or self})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -134,7 +131,7 @@ def read_sizes(given: GivenOptions, lose: Lose) -> Sizes:
         nodes = math.ceil(total / tasks) if total and tasks else 1
         if total and total > 1 and not tasks:
             given.lose("ntasks", "without --nodes Slurm chooses how many: one is taken", lose)
-    gpus = _gpus_per_node(given, nodes)
+    gpus = _gpus_per_node(given, nodes, tasks)
     per_gpu = given.number("ntasks_per_gpu")
     if tasks is None:
         tasks = math.ceil(total / nodes) if total else per_gpu * gpus if per_gpu and gpus else 1
@@ -142,9 +139,7 @@ def read_sizes(given: GivenOptions, lose: Lose) -> Sizes:
         given.lose("ntasks_per_gpu", f"there are {tasks} tasks on each node", lose)
     if total and total != nodes * tasks:
         given.lose("ntasks", f"every node has the same number of ranks: {nodes} x {tasks}", lose)
-    per_task = given.count("gpus_per_task")
-    if gpus is None and per_task is not None:
-        gpus = per_task * tasks
+    gpus = _gpus_per_node(given, nodes, tasks)
     return Sizes(nodes=nodes, tasks_per_node=tasks, cpus_per_task=_cores(given, gpus, tasks, lose), gpus_per_node=gpus)
 
 
@@ -163,8 +158,9 @@ def _refuse_odd_numbers(given: GivenOptions, lose: Lose) -> None:
             given.lose(name, "expected a number from 1", lose)
     for name in GPU_OPTIONS:
         parts = given.value(name).split(",")
-        odd = any(re.match(r"(gres[:/])?gpu\b", part) and not _GPU.fullmatch(part) for part in parts)
-        if name in given and (odd if name == "gres" and parts != [""] else given.count(name) is None):
+        odd = any(GPU_MARK.match(part) and not GPU.fullmatch(part) for part in parts)
+        request = given.gpus(name)
+        if name in given and (odd if name == "gres" and parts != [""] else not request or request.count is None):
             given.lose(name, "expected a number of GPUs", lose)
 
 
@@ -182,15 +178,10 @@ def _nodes(given: GivenOptions, lose: Lose) -> int | None:
     return int(number[1]) if number else 1
 
 
-def _gpus_per_node(given: GivenOptions, nodes: int | None) -> int | None:
-    per_node = given.count("gpus_per_node")
-    if per_node is not None:
-        return per_node
-    for resource in given.value("gres").split(","):
-        if match := _GPU.fullmatch(resource):
-            return int(match[1] or 1)
-    total = given.count("gpus")
-    return math.ceil(total / (nodes or 1)) if total is not None else None
+def _gpus_per_node(given: GivenOptions, nodes: int, tasks: int | None) -> int | None:
+    request = given.gpus()
+    asked = request.on_node(nodes=nodes, tasks=tasks) if request else None
+    return None if asked is None else math.ceil(asked)
 
 
 def _split_line(text: str) -> Iterator[Word]:

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from fractions import Fraction
 
 from clusterddp.spec.tree import closest, describe
 
@@ -61,6 +63,10 @@ SRUN_OPTIONS = frozenset({"cpu_bind", "mpi"})
 """Options that only srun has; they are passed to srun."""
 BIND_OPTIONS = frozenset({"gpu_bind", "tres_bind"})
 GPU_OPTIONS = frozenset({"gpus", "gpus_per_node", "gpus_per_socket", "gpus_per_task"})
+_OF_A_TASK = ("gpus_per_task", "tres_per_task")
+GPU_MARK = re.compile(r"(gres[:/])?gpu\b")
+GPU = re.compile(r"(?:gres[:/])?gpu(?:[:=][A-Za-z_][^:=(]*)?(?:[:=]([0-9]{1,6}))?(?:\(.*\))?")
+"""A resource of gres or tres_per_task that is GPUs, and their number."""
 MEMORY_OPTIONS = frozenset({"mem", "mem_per_cpu", "mem_per_gpu"})
 REQUEUE_OPTIONS = frozenset({"requeue", "no_requeue"})
 
@@ -105,16 +111,44 @@ def option_problem(name: str, value: str | bool, *, of_script: bool = False) -> 
     return (f"found {describe(value)}, expected {expected}", None) if expected else None
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuRequest:
+    """The option by which a job asks for GPUs."""
+
+    option: str
+    count: int | None
+    """On each node, for each task or socket, or in all, as the option says; None: its text is no number."""
+
+    def on_node(self, *, nodes: int, tasks: int | None) -> Fraction | None:
+        """Return how many GPUs a node has; of a total the average; None: not known. `tasks`: on each node."""
+        if self.count is None or self.option == "gpus_per_socket":  # Slurm 22.05 gives more than so many on a socket
+            return None
+        if self.option in _OF_A_TASK:
+            return None if tasks is None else Fraction(self.count * tasks)
+        return Fraction(self.count, nodes if self.option == "gpus" else 1)
+
+
+def read_gpu_request(options: Mapping[str, str | bool]) -> GpuRequest | None:
+    """Read the option that asks for GPUs, in any of Slurm's ways; None: there is none."""
+    found = []
+    for name in ("gpus_per_node", "gres", "gpus", *_OF_A_TASK, "gpus_per_socket"):
+        value = options.get(name) or ""
+        parts = [] if value is True else value.split(",")
+        if name in {"gres", "tres_per_task"}:
+            matches = [GPU.fullmatch(part) for part in parts if GPU_MARK.match(part)]
+            counts = [str(match[1] or 1) if match else "" for match in matches]
+        else:
+            counts = [part.rpartition(":")[2] for part in parts if value]
+        known = all(re.fullmatch("[0-9]{1,6}", count) for count in counts)
+        if counts:
+            found.append(GpuRequest(option=name, count=sum(map(int, counts)) if known else None))
+    return next((request for request in found if request.count != 0), found[0] if found else None)
+
+
 def asks_for_gpus(options: Mapping[str, str | bool]) -> bool:
     """Return whether these options ask for GPUs in any of Slurm's ways."""
-    counts = (str(value) for name, value in options.items() if name in GPU_OPTIONS and value)
-    if any(not re.fullmatch(r"(.*:)?0+", count) for count in counts):
-        return True
-    return any(
-        re.match(r"(gres[:/])?gpu\b", resource)
-        for name in ("gres", "tres_per_task")
-        for resource in str(options.get(name) or "").split(",")
-    )
+    request = read_gpu_request(options)
+    return request is not None and request.count != 0
 
 
 def _unknown_problem(name: str) -> tuple[str, str | None] | None:

@@ -237,7 +237,7 @@ def _beside_others(plan: Plan, throttle: int | None) -> Plan:
     width = 1 if plan.launcher != "local" else queue_width(plan, throttle) or 1
     if width == 1 or plan.spec["resources"]["cpus_per_task"] is not None:
         return plan
-    threads = max(1, plan.gang.threads_per_rank // width)
+    threads = max(1, (plan.gang.threads_per_rank or 1) // width)
     return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, threads_per_rank=threads))
 
 

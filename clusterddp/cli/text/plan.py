@@ -66,7 +66,8 @@ def verdict_lines(verdict: Verdict | None, *, verbose: bool, columns: int | None
         return []
     answers = {True: ("accepts it", "green"), False: ("refuses it", "red"), None: ("was not asked", "yellow")}
     text, colour = answers[verdict.accepted]
-    answer = f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(verdict.words)}"
+    words = f"{verdict.words}; {verdict.cores}" if verdict.cores else verdict.words
+    answer = f"{click.style('scheduler', bold=True)} {click.style(text, fg=colour)}: {printable(words)}"
     lines = ["", *cut_lines(answer, columns, NOTE_LINES if verdict.accepted is None and not verbose else None)]
     if verdict.accepted is False:
         from clusterddp.places.slurm.explain import advise_refusal
@@ -275,15 +276,17 @@ def _ranks(plan: Plan) -> str:
     gang = plan.gang
     per_node = sorted({len(node.ranks) for node in gang.nodes})
     many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
-    nodes, threads = format_count(len(gang.nodes), "node"), format_count(gang.threads_per_rank, "thread")
+    nodes, threads = format_count(len(gang.nodes), "node"), gang.threads_per_rank
+    cores = f"{format_count(threads, 'thread')} each" if threads else "sharing the job's cores"
     has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and not gang.on_cpu)
     has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
-    device = "one GPU each" if has_gpus else "on the CPU"
+    idle = f" ({gang.num_ranks} of {plan.num_gpus})" if plan.num_gpus > gang.num_ranks else ""
+    device = f"one GPU each{idle}" if has_gpus else "on the CPU"
     if gang.entry.spawns:
-        device = "all GPUs of its node each" if has_gpus else "on the CPU"
+        device = f"all GPUs of its node each{idle}" if has_gpus else "on the CPU"
         own = " + ".join(map(str, gang.entry.spawns)) if len(set(gang.entry.spawns)) > 1 else str(gang.entry.spawns[0])
-        return f"{nodes}, one program on each, {device}; it starts {own} ranks, {threads} each"
-    return f"{nodes} x {many} = {format_count(gang.world_size, 'rank')}, {device}, {threads} each"
+        return f"{nodes}, one program on each, {device}; it starts {own} ranks, {cores}"
+    return f"{nodes} x {many} = {format_count(gang.world_size, 'rank')}, {device}, {cores}"
 
 
 def _code(plan: Plan) -> str:

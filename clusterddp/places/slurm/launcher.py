@@ -348,6 +348,8 @@ class Verdict:
     """When the job would start if it were submitted now, in the cluster's local time."""
     nodes: str | None = None
     """Where it would start, as a host list."""
+    cores: str | None = None
+    """How many cores the job would have on a node, and each of its ranks, as text."""
 
 
 def ask_scheduler(plan: SlurmPlan, environ: Mapping[str, str]) -> Verdict:
@@ -362,4 +364,8 @@ def ask_scheduler(plan: SlurmPlan, environ: Mapping[str, str]) -> Verdict:
     match = _START.search(words)
     if match is None:
         return Verdict(accepted=True, words=words or "no estimate of the start")
-    return Verdict(accepted=True, words=words, start=match[1], nodes=match[3])
+    cores = None
+    if plan.sbatch_options.keys() >= {"nodes", "ntasks"}:  # a batch script's ranks are not known
+        nodes, ranks = int(str(plan.sbatch_options["nodes"])), int(str(plan.sbatch_options["ntasks"]))
+        cores = f"{int(match[2]) // nodes} cores on each node, {int(match[2]) // ranks} for each rank"
+    return Verdict(accepted=True, words=words, start=match[1], nodes=match[3], cores=cores)

@@ -12,6 +12,7 @@ It imports next to nothing: sixteen of these start at once on two cores.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import hashlib
 import json
 import os
@@ -248,9 +249,14 @@ class Task:
             {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
             for node_rank, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
         ]
+        ranks = Gang.from_json(gang | {"nodes": nodes})
+        if ranks.threads_per_rank is None:
+            cores = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
+            threads = max(1, cores // len(ranks.carried_by(place.ranks[place.node_rank])))
+            ranks = dataclasses.replace(ranks, threads_per_rank=threads)
         order = SupervisorOrder(
             run_dir=self._run.path,
-            gang=Gang.from_json(gang | {"nodes": nodes}),
+            gang=ranks,
             node_rank=place.node_rank,
             attempt=self._attempt,
             step=self._run.step,

@@ -48,10 +48,12 @@ LOOK = (
     + """\
 print(json.dumps({
     "cores": sorted(os.sched_getaffinity(0)),
+    "threads": os.environ["OMP_NUM_THREADS"],
     "gpus": gpus,
     "tmp": os.listdir("/tmp"),
     "master": os.environ["MASTER_ADDR"],
-    "rank": [int(os.environ[name]) for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK")],
+    "rank": [int(os.environ.get(f"{name}RANK", -1)) for name in ("", "LOCAL_", "GROUP_")],
+    "size": [int(os.environ[f"{name}WORLD_SIZE"]) for name in ("", "LOCAL_")],
 }), flush=True)
 word = sys.argv[1]
 while not os.path.exists(word):
@@ -141,7 +143,45 @@ def test_a_rank_on_a_node_of_its_own_has_all_cores(confined):
     assert beside.stdout.split() == ["Cpus_allowed_list:", "0-1"]
     say(place, "end")
     assert end(place, run) == {}
-    assert [look["cores"] for look in seen(run, 2)] == [[0, 1], [0, 1]]
+    assert [(look["cores"], look["threads"]) for look in seen(run, 2)] == [([0, 1], "2")] * 2
+
+
+@pytest.mark.parametrize(
+    ("more", "expected"),
+    [
+        (", exclusive: true", [([0, 1], "1")] * 2),
+        ("", [([0, 1], "1")] * 2),
+        (", cpus_per_gpu: 2", [([0, 1], "2")]),
+        (", exclusive: true, cpu_bind: cores", [([0], "1"), ([1], "1")]),
+    ],
+    ids=["whole nodes", "GPUs alone", "cores for each GPU", "bound"],
+)
+def test_ranks_without_a_number_of_cores_share_those_of_the_job(confined, more, expected, request):
+    ranks = len(expected)
+    place = at(confined, request.node.callspec.id)
+    run = place.submit(spec(place, ranks=ranks, nodes=1, more=more).replace("cpus_per_task: 1, ", ""))
+    place.await_status(run, lambda _: len(seen(run, ranks)) == ranks)
+    say(place, "end")
+    assert end(place, run) == {}
+    assert [(look["cores"], look["threads"]) for look in seen(run, ranks)] == expected
+
+
+def test_cores_that_the_spec_names_stay_a_rank_s_own_on_whole_nodes(confined):
+    place, run = start(confined, "whole and named", nodes=1, more=", exclusive: true")
+    say(place, "end")
+    assert end(place, run) == {}
+    assert [(look["cores"], look["threads"]) for look in seen(run, 2)] == [([0], "1"), ([1], "1")]
+
+
+@pytest.mark.parametrize("cores", ["", "cpus_per_task: 1, "], ids=["shared", "named"])
+def test_a_program_that_starts_its_ranks_has_the_cores_of_all_of_them(confined, cores, request):
+    place = at(confined, f"owns {request.node.callspec.id}")
+    text = spec(place, ranks=2, nodes=1).replace("cpus_per_task: 1, ", cores)
+    run = place.submit(text.replace("{script: look.py", "{owns_ranks: true, script: look.py"))
+    place.await_status(run, lambda _: len(seen(run, 1)) == 1)
+    say(place, "end")
+    assert end(place, run) == {}
+    assert [(look["cores"], look["threads"]) for look in seen(run, 1)] == [([0, 1], "1")]
 
 
 def test_ranks_have_the_cores_and_gpus_of_their_job_alone(confined):
@@ -219,7 +259,7 @@ def test_a_run_beyond_what_its_association_may_use_waits_and_says_so(confined):
 def test_nodes_that_differ_take_the_runs_that_fit(confined):
     place, run = start(confined, "differ", ranks=1, nodes=3)
     looks = seen(run, 3)
-    assert [look["rank"] for look in looks] == [[rank, 0, 3, 1, rank] for rank in range(3)]
+    assert [(look["rank"], look["size"]) for look in looks] == [([rank, 0, rank], [3, 1]) for rank in range(3)]
     # Slurm confines to what a node has: of the files that pose as GPUs node3 has one.
     assert [look["gpus"] for look in looks[:2]] == [[True] + [False] * 7] * 2
     assert looks[2]["gpus"][0]
@@ -261,7 +301,8 @@ def wide() -> Iterator[Rack]:
 def test_sixteen_ranks_see_what_they_must_and_one_that_is_killed_is_named(wide):
     place, run = start(wide, "kill", ranks=8)
     looks = seen(run, 16)
-    assert [look["rank"] for look in looks] == [[rank, rank % 8, 16, 8, rank // 8] for rank in range(16)]
+    assert [look["rank"] for look in looks] == [[rank, rank % 8, rank // 8] for rank in range(16)]
+    assert [look["size"] for look in looks] == [[16, 8]] * 16
     assert [look["gpus"] for look in looks] == [[True] * 8] * 16
     assert not has_own_tmp() or [look["tmp"] for look in looks] == [[]] * 16
     assert {look["master"] for look in looks} == {wide.plan.address("node1")}

@@ -170,7 +170,10 @@ def test_the_dry_run_asks_the_scheduler_and_writes_nothing(person: SlurmPerson) 
     assert verdict["start"][:2] == "20"
     assert verdict["nodes"].startswith("node[")
     assert not person.runs_dir.exists()
-    assert "scheduler accepts it: Job" in person.clusterddp("submit", "job.yaml", "-n", "slurm.hold=false").stdout
+    alone = ("slurm.hold=false", "slurm.exclusive=true")
+    shown = " ".join(person.clusterddp("submit", "job.yaml", "-n", *alone).stdout.split())
+    assert "scheduler accepts it: Job" in shown
+    assert shown.endswith("; 32 cores on each node, 16 for each rank")
 
 
 def test_the_dry_run_prints_a_refusal_in_slurms_words(person: SlurmPerson) -> None:

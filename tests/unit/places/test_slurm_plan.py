@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from clusterddp.cli.text.plan import plan_lines, verdict_lines
 from clusterddp.errors import ClusterddpError, PreflightError, RunNotFoundError, UsageError
 from clusterddp.places.slurm.launcher import SlurmLauncher, ask_scheduler, write_variables
 from clusterddp.places.staging import make_run
@@ -131,26 +132,58 @@ def test_the_time_limit_is_slurms_and_the_lead_ours(tmp_path: Path, time: str, l
     assert planned.slurm.sbatch_options["time"] == time
 
 
-def test_srun_always_receives_the_cores_of_a_task(tmp_path: Path) -> None:
-    planned = plan(tmp_path, spec="name: a\nlauncher: slurm\n")
-    assert "--cpus-per-task=1" in planned.slurm.srun
-    assert "resources.cpus_per_task is not set: one core for each rank" in planned.notes
+@pytest.mark.parametrize(
+    "more", ["", "slurm: {exclusive: user}", "slurm: {cpus_per_gpu: 8}", "slurm: {exclusive: true}"]
+)
+def test_without_a_number_of_cores_the_ranks_share_those_that_slurm_gives(tmp_path: Path, more: str) -> None:
+    planned = plan(tmp_path, more, spec="name: a\nlauncher: slurm\nresources: {gpus_per_node: 4}\n")
+    assert named(planned.slurm.sbatch, "cpus-per-task") == named(planned.slurm.srun, "cpus-per-task") == []
+    assert named(planned.slurm.srun, "cpu-bind") == ["--cpu-bind=none"]
+    assert planned.gang.threads_per_rank is None
+    assert "OMP_NUM_THREADS" not in planned.gang.variables_of(0, run_dir="/r", attempt=0, master_port=1)
+    assert planned.rank0["OMP_NUM_THREADS"]["value"] == "its share of the job's cores on its node"
+    assert any(
+        "4 = 4 ranks, one GPU each, sharing the job's cores" in line for line in plan_lines(planned, verbose=False)
+    )
+
+
+FEW_CORES = "one for each rank; workers that load data need more"
 
 
 @pytest.mark.parametrize(
-    ("more", "environ"), [("slurm: {exclusive: true}", {}), ("", {"SBATCH_EXCLUSIVE": "1"})], ids=["spec", "shell"]
+    ("more", "environ", "cores"),
+    [
+        ("slurm: {exclusive: true}", {}, "all of its cores"),
+        ("", {"SBATCH_EXCLUSIVE": "1"}, "all of its cores"),
+        ("slurm: {exclusive: user}", {}, f"those that Slurm gives the job, often {FEW_CORES}"),
+    ],
 )
-def test_on_whole_nodes_the_ranks_share_all_cores(tmp_path: Path, more: str, environ: dict[str, str]) -> None:
+def test_the_plan_says_which_cores_the_ranks_share(
+    tmp_path: Path, more: str, environ: dict[str, str], cores: str
+) -> None:
     planned = plan(tmp_path, more, spec="name: a\nlauncher: slurm\n", environ=environ)
-    assert named(planned.slurm.sbatch, "cpus-per-task") == named(planned.slurm.srun, "cpus-per-task") == []
-    note = "resources.cpus_per_task is not set: the ranks of a node share all of its cores, with one thread each"
-    assert note in planned.notes
+    assert f"resources.cpus_per_task is not set: the ranks of a node share {cores}" in planned.notes
 
 
-@pytest.mark.parametrize("more", ["slurm: {exclusive: user}", "slurm: {exclusive: false}", ""])
-def test_on_a_part_of_a_node_each_rank_has_one_core(tmp_path: Path, more: str) -> None:
-    planned = plan(tmp_path, more, spec="name: a\nlauncher: slurm\n")
-    assert named(planned.slurm.sbatch, "cpus-per-task") == ["--cpus-per-task=1"]
+@pytest.mark.parametrize(("option", "bound"), [("cores", ["--cpu-bind=cores"]), ("false", [])])
+def test_a_binding_to_cores_that_the_spec_names_holds(tmp_path: Path, option: str, bound: list[str]) -> None:
+    planned = plan(tmp_path, f"slurm: {{cpu_bind: {option}}}", spec="name: a\nlauncher: slurm\n")
+    assert named(planned.slurm.srun, "cpu-bind") == bound
+
+
+@pytest.mark.parametrize(
+    ("cores", "of_the_job", "of_the_step"),
+    [(", cpus_per_task: 3", ["--cpus-per-task=3"], ["--cpus-per-task=12"]), ("", [], [])],
+)
+def test_a_program_that_starts_its_ranks_gets_the_job_of_ranks_and_one_task_on_each_node(
+    tmp_path: Path, cores: str, of_the_job: list[str], of_the_step: list[str]
+) -> None:
+    spec = f"name: a\nlauncher: slurm\nresources: {{nodes: 2, gpus_per_node: 4{cores}}}\n"
+    planned = plan(tmp_path, "entry: {module: http.server, owns_ranks: true}", spec=spec)
+    job, step = planned.slurm.sbatch, planned.slurm.srun
+    assert (named(job, "ntasks"), named(job, "ntasks-per-node")) == (["--ntasks=8"], ["--ntasks-per-node=4"])
+    assert (named(step, "ntasks"), named(step, "ntasks-per-node")) == (["--ntasks=2"], ["--ntasks-per-node=1"])
+    assert (named(job, "cpus-per-task"), named(step, "cpus-per-task")) == (of_the_job, of_the_step)
 
 
 def test_cores_that_the_spec_names_hold_on_whole_nodes_too(tmp_path: Path) -> None:
@@ -198,7 +231,6 @@ def test_a_default_of_memory_can_be_removed_or_replaced(tmp_path: Path) -> None:
     [
         ("gres: 'gpu:a100:4'", "--gres=gpu:a100:4"),
         ("gres: 'nvme,gpu:4'", "--gres=nvme,gpu:4"),
-        ("gpus: 8", "--gpus=8"),
         ("gpus_per_task: 1", "--gpus-per-task=1"),
         ("gpus_per_node: 'a100:4'", "--gpus-per-node=a100:4"),
     ],
@@ -207,6 +239,57 @@ def test_gpus_asked_for_in_another_way_take_the_place_of_ours(tmp_path: Path, op
     words = sbatch(tmp_path, f"slurm: {{{option}}}")
     assert [word for word in words[8:] if "gpu" in word] == [argument]  # those before hold paths
     assert plan(tmp_path, f"slurm: {{{option}}}").gang.backend == "nccl"
+
+
+@pytest.mark.parametrize(
+    ("nodes", "gpus", "expected"),
+    [
+        (2, "8", ["--gpus=8", "--gpus-per-node=4"]),
+        (2, "a100:8", ["--gpus=a100:8", "--gpus-per-node=a100:4"]),
+        (1, "8", ["--gpus=8"]),
+    ],
+)
+def test_a_total_of_gpus_is_the_same_number_on_each_node(
+    tmp_path: Path, nodes: int, gpus: str, expected: list[str]
+) -> None:
+    """Slurm 22.05 gives 7 of 8 GPUs on the first of two nodes."""
+    spec = f"name: a\nlauncher: slurm\nresources: {{nodes: {nodes}}}\nslurm: {{gpus: '{gpus}'}}\n"
+    planned = plan(tmp_path, spec=spec)
+    assert [word for word in planned.slurm.sbatch if word.startswith("--gpus")] == expected
+    assert planned.gang.world_size == 8
+
+
+@pytest.mark.parametrize(
+    ("more", "asked", "ranks"),
+    [
+        ("slurm: {gres: 'gpu:4'}", 8, 8),
+        ("slurm: {gres: 'gpu:4'}\nresources: {procs_per_node: 1}", 8, 2),
+        ("slurm: {gpus_per_task: 2}\nresources: {procs_per_node: 2}", 8, 4),
+        ("resources: {gpus_per_node: 8, procs_per_node: 2}", 16, 4),
+        ("resources: {gpus_per_node: 8, procs_per_node: 2}\nentry: {module: http.server, owns_ranks: true}", 16, 4),
+        ("device: cpu\nresources: {gpus_per_node: 8, procs_per_node: 2}", 0, 4),
+    ],
+)
+def test_a_plan_that_uses_fewer_gpus_than_it_asks_for_says_so(
+    tmp_path: Path, more: str, asked: int, ranks: int
+) -> None:
+    spec = f"name: a\nlauncher: slurm\n{more}\n"
+    spec = (
+        spec.replace("resources: {", "resources: {nodes: 2, ")
+        if "resources" in more
+        else f"{spec}resources: {{nodes: 2}}\n"
+    )
+    planned = plan(tmp_path, spec=spec)
+    assert (planned.num_gpus, planned.gang.num_ranks) == (asked, ranks)
+    is_said = f"the run asks for {asked} GPUs and has {ranks} ranks" in planned.notes[0]
+    assert is_said == (asked > ranks)
+    first = "\n".join(plan_lines(planned, verbose=False)[:8])
+    assert (f"({ranks} of {asked})" in first) == (asked > ranks)
+
+
+def test_gpus_of_this_shell_that_no_rank_uses_are_named(tmp_path: Path) -> None:
+    planned = plan(tmp_path, spec="name: a\nlauncher: slurm\n", environ={"SBATCH_GRES": "gpu:4"})
+    assert "the run asks for 4 GPUs and has 1 rank" in planned.notes[0]
 
 
 def test_gpus_asked_for_by_gres_alone_make_the_backend_nccl(tmp_path: Path) -> None:
@@ -256,7 +339,7 @@ UNBOUND = ["env", "--unset=SLURM_GPUS_PER_TASK", "--unset=SLURM_TRES_PER_TASK", 
     ("more", "environ", "start"),
     [
         ("", {}, ["srun"]),
-        ("slurm: {gres: 'gpu:h100:8'}", {}, ["srun"]),
+        ("slurm: {gres: 'gpu:h100:4'}", {}, ["srun"]),
         ("slurm: {gpus_per_task: 1}", {}, UNBOUND),
         ("slurm: {tres_per_task: 'gres/gpu:1'}", {}, UNBOUND),
         ("", {"SBATCH_GPUS_PER_TASK": "1"}, ["srun"]),
@@ -537,10 +620,11 @@ def test_the_script_passes_its_arguments_on_as_they_are(tmp_path: Path) -> None:
 @pytest.mark.parametrize("article", ["", "a "], ids=["22.05", "26.05"])
 def test_the_scheduler_s_estimate_is_read(tmp_path: Path, article: str) -> None:
     """A fake sbatch prints what Slurm 26.05 does, which was not at hand."""
-    words = f"Job 7 to start at 2026-11-25T10:00:00 {article}using 8 processors on nodes node[1-2] in partition low"
+    words = f"Job 7 to start at 2026-11-25T10:00:00 {article}using 64 processors on nodes node[1-2] in partition low"
     (tmp_path / "sbatch").write_text(f"#!/bin/sh\necho 'sbatch: {words}' >&2\n")
     (tmp_path / "sbatch").chmod(0o755)
     slurm = plan(tmp_path).slurm
     assert slurm is not None
     verdict = ask_scheduler(slurm, {"PATH": f"{tmp_path}:/usr/bin:/bin"})
     assert (verdict.start, verdict.nodes) == ("2026-11-25T10:00:00", "node[1-2]")
+    assert verdict_lines(verdict, verbose=False, columns=None)[1].endswith("; 32 cores on each node, 8 for each rank")
