@@ -16,9 +16,10 @@ from pathlib import PurePath
 from clusterddp.errors import UsageError
 from clusterddp.importing.files import Findings, set_variable
 from clusterddp.importing.job import SUBMIT_THERE, set_program, set_sizes, translate_options
-from clusterddp.importing.launch import Launch, count_ranks, find_launcher, read_launch, read_srun
+from clusterddp.importing.launch import count_ranks, read_srun
 from clusterddp.spec.batch_script import spec_name
 from clusterddp.spec.launch_options import Word, words
+from clusterddp.spec.launchers import Launch, name_launcher, read_launch
 from clusterddp.spec.sbatch_lines import SIZES, GivenOptions, read_sbatch_lines, read_sizes
 from clusterddp.spec.secret_values import hide_secret_arguments
 
@@ -90,7 +91,7 @@ def read_batch_script(text: str, findings: Findings) -> None:
     program = [word.text for word in launch.program]
     if hide_secret_arguments({"args": program})["args"] != program:
         findings.refuse(program[0], "an argument that looks like a secret", line)
-    if launch.kind == "command" and (inner := find_launcher(launch.program)):
+    if launch.kind == "command" and (inner := name_launcher(launch.program)):
         findings.refuse(chosen.statement.text, f"{inner} inside another command", line)
     given = read_srun(launch.srun or [], job, line, findings)
     sizes = read_sizes(given, findings.refuse)
@@ -206,7 +207,7 @@ def _read_command(rest: Sequence[Word], statement: Statement, findings: Findings
         findings.refuse(statement.text, error.message, statement.line)
     if launch is None:
         if rest[0].text not in {"echo", "printf"} and (
-            inner := find_launcher(rest) or find_launcher(rest[1:], or_python=True)
+            inner := name_launcher(rest) or name_launcher(rest[1:], or_python=True)
         ):
             findings.refuse(statement.text, f"{inner} in a command that import does not read", statement.line)
         findings.lose(statement.text, _OTHER, statement.line)

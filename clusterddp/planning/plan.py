@@ -25,6 +25,7 @@ from clusterddp.planning.program import (
     plan_program,
     plan_trial_entry,
     read_batch_script,
+    refuse_starting_script,
     with_absolute_paths,
 )
 from clusterddp.planning.slurm import SLURM_SUPERVISOR, SlurmPlan, place_slurm
@@ -173,6 +174,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     request = dataclasses.replace(request, runs_dir=runs_dir, working_dir=working_dir)
     job = with_absolute_paths(resolved.job, working_dir)
     refuse_unplannable(job, request)
+    refuse_starting_script(resolved, working_dir)
     if job.entry and job.entry.batch_script and request.submission is None:
         request = dataclasses.replace(request, submission=read_batch_script(Path(job.entry.batch_script)))
     placed = request.placed or _PLACE[job.launcher](job, request)

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import platformdirs
 
-from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.errors import ClusterddpError, SpecError, UsageError
 from clusterddp.run.code import (
     MAX_SCRIPT_BYTES,
     MAX_SCRIPT_FILES,
@@ -29,17 +29,22 @@ from clusterddp.run.code import (
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, is_call
 from clusterddp.spec.batch_script import demand_batch_script
+from clusterddp.spec.launchers import commands_in, commands_started, find_starter, script_of
 from clusterddp.spec.train import GENERATED
 from clusterddp.spec.tree import read_bytes
 from clusterddp.system.files import read_json
 
 if TYPE_CHECKING:
     from clusterddp.spec.entry_section import EntrySpec
+    from clusterddp.spec.load import ResolvedSpec
     from clusterddp.spec.model import JobSpec
 
 
 TRAINER = "clusterddp.train.main"
 _Kind = Literal["module", "script", "function", "command", "batch_script"]
+_MAX_SHELL_SCRIPT = 1 << 16
+"""Bytes of a shell script that are read."""
+_SHELL_SCRIPT = re.compile(r"#!.*\b(ba|da|z|k)?sh\b|(?!#!)[^\0]*\Z")
 _SCRIPT_LIMITS = f"{MAX_SCRIPT_FILES:,} files and {MAX_SCRIPT_BYTES / 1e6:.0f} MB"
 _SHOWN = 5
 """How many names a note lists."""
@@ -137,6 +142,32 @@ def read_batch_script(path: Path) -> bytes:
     data = read_bytes(path, expected="a batch script")
     demand_batch_script(path, data)
     return data
+
+
+def refuse_starting_script(resolved: ResolvedSpec, working_dir: Path) -> None:
+    """Refuse a shell script that starts a launcher in each rank; what it does under a condition does not count.
+
+    Raises: SpecError.
+    """
+    from clusterddp.spec.check import problem_of
+    from clusterddp.spec.entry_section import started_by, starter_conflict
+
+    job, entry = resolved.job, resolved.job.entry
+    if entry is None or not entry.command:
+        return
+    in_step = job.launcher == "slurm" and job.container is None
+    started = (each for words in started_by(entry) for each in commands_started(words))
+    for file in filter(None, map(script_of, started)):
+        text = ""
+        with contextlib.suppress(OSError):  # it may be there where the ranks run
+            text = (working_dir / Path(file).expanduser()).read_bytes()[:_MAX_SHELL_SCRIPT].decode(errors="replace")
+        if not _SHELL_SCRIPT.match(text):
+            continue
+        for command in (each for words in commands_in(text, always=True) for each in commands_started(words)):
+            starter, size = find_starter(command), job.resources.world_size
+            conflict = starter and starter_conflict(starter, entry, size, in_step=in_step, file=file)
+            if conflict:
+                raise SpecError((problem_of(conflict, resolved.tree),))
 
 
 def _what_runs(entry: EntrySpec) -> tuple[_Kind, str, tuple[str, ...]]:

@@ -103,12 +103,16 @@ def check(tree: Mapping, submitted: Submitted | None = None) -> tuple[JobSpec | 
     absent = absences(job, submitted) if job and submitted else ()
     for conflict in (*_conflicts(job), *absent) if job else ():
         paths = [tuple(key.split(".")) for key in conflict.keys]
-        if any(_touches(path, other) for path in paths for other in wrong):
-            continue
-        written = next((path for path in paths if _locate(tree, path)[2] == len(path)), paths[0])
-        place = _locate(tree, written)[1]
-        problems.append(problem_at(place, conflict.message, conflict.hint, key=conflict.keys[0]))
+        if not any(_touches(path, other) for path in paths for other in wrong):
+            problems.append(problem_of(conflict, tree))
     return (None, problems) if problems else (job, [])
+
+
+def problem_of(conflict: Conflict, tree: Mapping) -> Problem:
+    """Make the problem of values that conflict, at the first of them that is written."""
+    paths = [tuple(key.split(".")) for key in conflict.keys]
+    written = next((path for path in paths if _locate(tree, path)[2] == len(path)), paths[0])
+    return problem_at(_locate(tree, written)[1], conflict.message, conflict.hint, key=conflict.keys[0])
 
 
 def check_section(tree: Mapping, model: type[_Model], key: str) -> tuple[_Model | None, list[Problem]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import shlex
@@ -26,6 +25,7 @@ from clusterddp.spec.fields import (
     read_text,
     refuse,
 )
+from clusterddp.spec.launchers import Starter, commands_in, commands_started, find_starter
 from clusterddp.spec.tree import did_you_mean
 
 PROGRAMS = ("script", "module", "function", "command", "batch_script")
@@ -235,7 +235,8 @@ def entry_conflicts(entry: EntrySpec, *, world_size: int, in_step: bool) -> Iter
                 f"a shell has variables: ${VARIABLES[name][0]}",
             )
     yield from _local_rank_conflicts(entry)
-    yield from _command_conflicts(entry, world_size, in_step=in_step)
+    yield from _starter_conflicts(entry, world_size, in_step=in_step)
+    yield from _function_conflicts(entry) if in_step else ()
     for dotted, text in _texts(entry):
         yield from _placeholder_conflicts(entry, dotted, text)
 
@@ -243,38 +244,59 @@ def entry_conflicts(entry: EntrySpec, *, world_size: int, in_step: bool) -> Iter
 _QUOTED = re.compile(r"'[^']*'|\"(?:\\.|[^\"\\])*\"|\\.", re.DOTALL)
 _FOR_A_SHELL = re.compile(r"(?:^|\s)(&&|\|\|?|&|;|[0-9]?>>?(?:&[0-9])?|<)(?=\s|$)|\S(;)(?=\s|$)")
 """Words that only a shell understands."""
-_RUNNERS = frozenset({"uv", "conda", "mamba", "micromamba", "pixi", "poetry"})
-"""Programs whose `run` starts a command in an environment."""
-_STARTERS = frozenset({"srun", "mpirun", "mpiexec", "orterun", "prterun", "torchrun", "deepspeed", "horovodrun"})
-_STARTING_MODULES = frozenset({"torch.distributed.run", "torch.distributed.launch", "accelerate.commands.launch"})
 _LOADERS = {"module": "", "ml": "", "conda": "activate", "mamba": "activate", "micromamba": "activate", "spack": "load"}
 """Names that the files of a login shell define as functions -> the word after it with which it needs the function."""
-_BEFORE_A_COMMAND = re.compile(r"exec|command|time|env|nohup|if|then|elif|else|while|until|do|!|\{|\w+=.*", re.DOTALL)
 
 
-def _command_conflicts(entry: EntrySpec, world_size: int, *, in_step: bool) -> Iterator[Conflict]:
-    """Find a program that starts ranks in each rank, and a function that no shell of a job has."""
-    commands: list[Sequence[str]] = [entry.command_words] if entry.command else []
+def _starter_conflicts(entry: EntrySpec, world_size: int, *, in_step: bool) -> Iterator[Conflict]:
+    """Find a program that starts ranks in each rank."""
+    key = next((f"entry.{kind}" for kind in PROGRAMS if getattr(entry, kind) is not None), "entry")
+    for words in started_by(entry):
+        starters = filter(None, map(find_starter, commands_started(words)))
+        found = [starter_conflict(starter, entry, world_size, in_step=in_step, key=key) for starter in starters]
+        if conflict := next(filter(None, found), None):
+            yield conflict
+            return
+
+
+def starter_conflict(
+    starter: Starter, entry: EntrySpec, world_size: int, *, in_step: bool, key: str = "entry.command", file: str = ""
+) -> Conflict | None:
+    """Return why a launcher cannot run in each rank; None: it can. `file`: the script that starts it."""
+    where = f"{file}: " if file else ""
+    if starter.name == "srun" and in_step and "--overlap" not in starter.arguments:
+        return Conflict(
+            (key,),
+            f"{where}srun in a rank waits until the time limit: the ranks have all cores of the job",
+            "leave srun out: every rank runs the command already; or write srun --overlap, and owns_ranks: true",
+        )
+    if entry.owns_ranks or world_size == 1:
+        return None
+    own = f"entry: {{{starter.program}}}" if starter.program else f"leave {starter.name} out"
+    return Conflict(
+        (key,),
+        f"{where}each of the {world_size} ranks would start {starter.name}, which starts ranks itself",
+        f"{own}: every rank runs the program, with torchrun's variables; or owns_ranks: true: each node starts "
+        f"{starter.name} once, for resources.procs_per_node ranks",
+    )
+
+
+def started_by(entry: EntrySpec) -> Iterator[Sequence[str]]:
+    """Yield the commands that a rank starts, as their words."""
+    args = [str(arg) for arg in entry.args]
     if entry.shell and isinstance(entry.command, str):
-        commands = list(_commands_in(entry.command))
-    for words in [each for command in commands for each in (command, *_passed_to_a_shell(command))]:
-        starter = _starter(words)
-        if starter == "srun" and in_step and "--overlap" not in words:
-            yield Conflict(
-                ("entry.command",),
-                "srun in a rank waits until the time limit: the ranks have all cores of the job",
-                "leave srun out: every rank runs the command already; or write srun --overlap, and owns_ranks: true",
-            )
-            break
-        if starter and not entry.owns_ranks and world_size > 1:
-            yield Conflict(
-                ("entry.command",),
-                f"each of the {world_size} ranks would start {starter}, which starts ranks itself",
-                f"owns_ranks: true starts it once on each node; without {starter} every rank runs the program, with "
-                "torchrun's variables",
-            )
-            break
-    for words in commands if entry.shell and in_step else ():
+        yield from commands_in(entry.command)
+    elif entry.command:
+        yield (*entry.command_words, *args)
+    elif entry.script:
+        yield ("python", entry.script, *args)
+    elif entry.module or entry.function:
+        yield ("python", "-m", entry.module or str(entry.function).partition(":")[0], *args)
+
+
+def _function_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
+    """Find a function of a shell that no shell of a job has."""
+    for words in commands_in(entry.command) if entry.shell and isinstance(entry.command, str) else ():
         if words[0] in {".", "source", "eval"}:
             break  # the function may come from there
         if words[0] in _LOADERS and _LOADERS[words[0]] in ("", *words[1:2]):
@@ -286,43 +308,6 @@ def _command_conflicts(entry: EntrySpec, world_size: int, *, in_step: bool) -> I
                 "`. /etc/profile.d/modules.sh && module load cuda`",
             )
             break
-
-
-def _commands_in(text: str) -> Iterator[Sequence[str]]:
-    """Yield the words of each command in text for a shell; none where it has a here-document or cannot be split."""
-    text = re.sub(r"(?m)(^|\s)#.*$", "", text.replace("\\\n", " "))
-    lexer = shlex.shlex(text, posix=True, punctuation_chars="();|&\n")
-    lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""
-    try:
-        tokens = [] if "<<" in text else list(lexer)
-    except ValueError:
-        return
-    for is_separator, group in itertools.groupby(tokens, key=lambda token: token[:1] in "();|&\n"):
-        words = list(itertools.dropwhile(_BEFORE_A_COMMAND.fullmatch, group))
-        if words and not is_separator:
-            yield words
-
-
-def _passed_to_a_shell(words: Sequence[str]) -> Iterator[Sequence[str]]:
-    """Yield the commands in the text of `bash -c TEXT`."""
-    name = words[0].rpartition("/")[2]
-    option = next((place for place, word in enumerate(words) if re.fullmatch(r"-[a-z]*c", word)), None)
-    if name in {"sh", "bash", "dash", "zsh"} and option is not None:
-        for text in words[option + 1 : option + 2]:
-            yield from _commands_in(text)
-
-
-def _starter(words: Sequence[str]) -> str | None:
-    """Return what starts ranks among the first words of a command; None: nothing does."""
-    name, second = words[0].rpartition("/")[2], words[1] if len(words) > 1 else ""
-    if name in _RUNNERS and second == "run":
-        return _starter([word for word in words[2:] if not word.startswith("-")] or [""])
-    if name.startswith("python") and "-m" in words[:-1]:
-        module = words[words.index("-m") + 1]
-        return module if module in _STARTING_MODULES else None
-    if name == "accelerate":
-        return "accelerate launch" if second == "launch" else None
-    return name if name in _STARTERS else None
 
 
 def _local_rank_conflicts(entry: EntrySpec) -> Iterator[Conflict]:

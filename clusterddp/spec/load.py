@@ -11,7 +11,7 @@ import functools
 import itertools
 from collections.abc import Mapping as Map
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,8 @@ class ResolvedSpec:
     """The spec as written, without overrides."""
     shared: SharedFiles
     """The site file and the project file that were read."""
+    tree: Mapping = field(repr=False, compare=False)
+    """The values as they are written, for the place of a problem that the plan finds."""
 
     def changes(self) -> tuple[dict[str, Any], ...]:
         """List the values that are no defaults, in the order of the model.
@@ -198,7 +200,10 @@ def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[
     if job is None:
         return None, problems
     origins = _origins(tree, job)
-    return ResolvedSpec(job=job, origins=origins, path=written.path, text=written.text, shared=written.shared), []
+    resolved = ResolvedSpec(
+        job=job, origins=origins, path=written.path, text=written.text, shared=written.shared, tree=tree
+    )
+    return resolved, []
 
 
 def lay_over(tree: Mapping, override: Override, problems: list[Problem]) -> Mapping:

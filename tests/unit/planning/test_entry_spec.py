@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -165,6 +166,21 @@ FOUR_RANKS = "resources: {nodes: 2, procs_per_node: 2}"
         ("{command: 'cd src && exec torchrun train.py', shell: true}", "torchrun"),
         ('{command: "ulimit -c 0 # more\\nA=1 env B=2 \\\\\\n torchrun train.py", shell: true}', "torchrun"),
         ("{command: 'if true; then srun python train.py; fi', shell: true}", "srun"),
+        ("{command: uv run --with lightning --frozen torchrun train.py}", "torchrun"),
+        ("{command: env -u B A=1 CUDA=2 timeout -k 5 1h nice -n 10 torchrun train.py}", "torchrun"),
+        ("{command: conda run -n torch --no-capture-output accelerate launch train.py}", "accelerate launch"),
+        ("{command: poetry -C lab run deepspeed train.py}", "deepspeed"),
+        (
+            "{command: pixi run -e gpu python -W ignore -m accelerate.commands.launch train.py}",
+            "accelerate.commands.launch",
+        ),
+        ("{command: numactl --cpunodebind 0 taskset -c 0-3 stdbuf -oL horovodrun -np 2 python train.py}", "horovodrun"),
+        ("{command: apptainer exec --nv -B /data torch.sif torchrun train.py}", "torchrun"),
+        ("{command: tune run lora.py}", "tune run"),
+        ("{command: lightning run model train.py}", "lightning run"),
+        ("{command: python -u /opt/env/bin/torchrun train.py}", "torchrun"),
+        ("{command: 'timeout 1h bash -lc \"env -u A torchrun train.py\"'}", "torchrun"),
+        ("{command: 'env -u A torchrun train.py', shell: true}", "torchrun"),
     ],
 )
 def test_a_launcher_in_each_rank_is_refused_with_its_name(entry: str, name: str) -> None:
@@ -173,11 +189,62 @@ def test_a_launcher_in_each_rank_is_refused_with_its_name(entry: str, name: str)
 
 
 @pytest.mark.parametrize(
+    ("key", "entry", "name"),
+    [
+        (
+            "entry.module",
+            "{module: torch.distributed.run, args: [--nproc-per-node, 2, train.py]}",
+            "torch.distributed.run",
+        ),
+        ("entry.module", "{module: accelerate.commands.launch, args: [train.py]}", "accelerate.commands.launch"),
+        ("entry.script", "{script: /opt/env/bin/torchrun, args: [train.py]}", "torchrun"),
+        ("entry.function", "{function: 'torch.distributed.run:main'}", "torch.distributed.run"),
+    ],
+)
+def test_a_launcher_that_is_the_program_itself_is_refused_at_its_key(key: str, entry: str, name: str) -> None:
+    assert problems(entry, FOUR_RANKS) == [(key, f"each of the 4 ranks would start {name}, which starts ranks itself")]
+
+
+@pytest.mark.parametrize(
+    ("command", "instead"),
+    [
+        ("torchrun --nnodes 2 --nproc-per-node=2 train.py --lr 0.1", "entry: {script: train.py, args: [--lr, 0.1]}"),
+        ("torchrun --nproc-per-node 2 -m lab.train", "entry: {module: lab.train}"),
+        ("python -m torch.distributed.run train.py", "entry: {script: train.py}"),
+        ("srun -n 4 python -u train.py 'a b'", 'entry: {script: train.py, args: ["a b"]}'),
+        ("mpirun -np 4 -x PATH python train.py", "entry: {script: train.py}"),
+        ("srun -n 4 ./solve --fast", "entry: {command: [./solve, --fast]}"),
+        (
+            "accelerate launch --multi_gpu --config_file fsdp.yaml train.py --lr 0.1",
+            "entry: {script: train.py, args: [--lr, 0.1]}",
+        ),
+        ("tune run lora", "leave tune run out"),
+        ("deepspeed", "leave deepspeed out"),
+        ("torchrun --odd value train.py", "entry: {script: train.py}"),
+    ],
+)
+def test_a_refused_launcher_gets_the_two_ways_to_write_it(command: str, instead: str) -> None:
+    with pytest.raises(SpecError) as error:
+        load(f"{{command: {json.dumps(command)}}}", FOUR_RANKS)
+    (problem,) = error.value.problems
+    hint = str(problem.hint)
+    assert hint.startswith(f"{instead}: every rank runs the program, with torchrun's variables; or owns_ranks: true: ")
+    if instead.startswith("entry"):
+        load(instead.removeprefix("entry: "), FOUR_RANKS)
+
+
+@pytest.mark.parametrize(
     ("entry", "more"),
     [
         ("{command: torchrun train.py, owns_ranks: true}", FOUR_RANKS),
         ("{command: torchrun --nproc-per-node 2 train.py}", ""),
         ("{command: python torchrun.py torchrun}", FOUR_RANKS),
+        ("{command: python train.py -m torch.distributed.run}", FOUR_RANKS),
+        ("{command: timeout 1h python train.py torchrun}", FOUR_RANKS),
+        ("{command: uv run train.py --launcher torchrun}", FOUR_RANKS),
+        ("{command: lightning fit torchrun}", FOUR_RANKS),
+        ("{module: torch.utils.collect_env}", FOUR_RANKS),
+        ("{script: torchrun.py}", FOUR_RANKS),
         ("{command: accelerate env}", FOUR_RANKS),
         ("{command: 'echo torchrun', shell: true}", FOUR_RANKS),
         ("{command: 'echo \"a; torchrun b\" && python train.py # srun', shell: true}", FOUR_RANKS),
@@ -188,6 +255,41 @@ def test_a_launcher_in_each_rank_is_refused_with_its_name(entry: str, name: str)
 )
 def test_a_launcher_where_it_can_work_is_accepted(entry: str, more: str) -> None:
     assert load(entry, more).entry is not None
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        ("./run.sh 2", "#!/bin/bash\nset -e\nexport A=1\ncd src\ntorchrun --nproc-per-node 2 train.py\n"),
+        ("bash -e run.sh", "module load cuda && exec env -u A torchrun train.py"),
+        ("timeout 1h ./run.sh", "#!/usr/bin/env bash\ntorchrun train.py \\\n  --lr 0.1\n"),
+    ],
+)
+def test_a_script_that_starts_a_launcher_in_each_rank_is_refused_at_the_command(
+    tmp_path: Path, command: str, text: str
+) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    with pytest.raises(SpecError) as raised:
+        plan_text(f"name: a\nentry:\n  command: {command}\n{FOUR_RANKS}\n", tmp_path)
+    (problem,) = raised.value.problems
+    file = "./run.sh" if "./run" in command else "run.sh"
+    assert problem.message == f"{file}: each of the 4 ranks would start torchrun, which starts ranks itself"
+    assert (problem.key, problem.line, problem.column) == ("entry.command", 3, 12)
+
+
+@pytest.mark.parametrize(
+    ("entry", "text"),
+    [
+        ("{command: ./run.sh, owns_ranks: true}", "#!/bin/sh\ntorchrun train.py\n"),
+        ("{command: ./run.sh}", '#!/bin/sh\nif [ -z "$RANK" ]; then\n  torchrun train.py\nfi\npython train.py\n'),
+        ("{command: ./run.sh}", '#!/bin/sh\n[ -n "$RANK" ] || torchrun train.py\n'),
+        ("{command: ./run.sh}", "#!/usr/bin/python\ntorchrun = 1\n"),
+        ("{command: bash away.sh}", ""),
+    ],
+)
+def test_a_script_that_may_start_no_launcher_is_accepted(tmp_path: Path, entry: str, text: str) -> None:
+    (tmp_path / "run.sh").write_text(text)
+    assert plan_text(f"name: a\nentry: {entry}\n{FOUR_RANKS}\n", tmp_path).gang.num_ranks == 4
 
 
 @pytest.mark.parametrize("entry", ["{command: srun python train.py}", "{command: srun ls, owns_ranks: true}"])
