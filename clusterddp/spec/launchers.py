@@ -32,11 +32,11 @@ _SETUP_MODULES = words(
 """Modules that install, log in or download: never the training."""
 OTHER_PYTHON = "ranks run the Python that clusterddp is installed in: submit with it"
 
-
+_MANAGERS = ("conda", "mamba", "micromamba", "pixi", "poetry", "pdm", "pipenv", "rye")
 _IN_ENVIRONMENT = "-n -p -e -C --name --prefix --cwd --environment --manifest-path --directory --project --env-file"
 _WRAPPERS = {
     **dict.fromkeys(("nohup", "setsid", "exec", "command", "taskset"), ""),
-    **dict.fromkeys(("conda", "mamba", "micromamba", "pixi", "poetry", "pdm", "pipenv", "rye"), _IN_ENVIRONMENT),
+    **dict.fromkeys(_MANAGERS, _IN_ENVIRONMENT),
     **dict.fromkeys(("apptainer", "singularity"), "-B -H -W --bind --env --home --pwd --workdir --overlay"),
     "env": "-u -C --unset --chdir",
     "timeout": "-s -k --signal --kill-after",
@@ -49,13 +49,12 @@ _WRAPPERS = {
     "uv": f"{_IN_ENVIRONMENT} --with --with-editable --with-requirements --python --extra --group --package",
 }
 """Programs that start the command behind their options -> those options whose value is the next word."""
-_WRAP_BY = dict.fromkeys(_WRAPPERS.keys() & words("uv conda mamba micromamba pixi poetry pdm pipenv rye"), "run") | {
-    "apptainer": "exec", "singularity": "exec", "nsys": "profile",
-}  # fmt: skip
+_WRAP_BY = {**dict.fromkeys(("uv", *_MANAGERS), "run"), "apptainer": "exec", "singularity": "exec", "nsys": "profile"}
 """Those that do so by one of their commands only."""
 _WORDS_BEFORE = dict.fromkeys(("timeout", "taskset", "apptainer", "singularity"), 1)
 """Those that take so many words before the command: a time, a mask, an image."""
 _PYTHON_VALUES = words("-W -X")
+_SHELL_VALUES = words("-o -eo -uo -xo -euo -ueo -exo -euxo -exuo -xeuo --rcfile --init-file")
 _BEFORE_A_COMMAND = re.compile(r"if|then|elif|else|while|until|do|!|\{|\w+=.*", re.DOTALL)
 _CONTROL = words("if case for while until select function {")
 
@@ -167,11 +166,7 @@ def find_starter(command: Sequence[str]) -> Starter | None:
         rest = tuple(_skip(rest, _PYTHON_VALUES, to_module=True))
         if rest[:1] == ("-m",):
             return Starter(name=rest[1], arguments=rest[2:]) if rest[1:] and rest[1] in _MODULES else None
-        return (
-            find_starter(rest)
-            if rest and "/" in rest[0] and _name(rest[0]) in _PROGRAMS | _SUBCOMMANDS.keys()
-            else None
-        )
+        return find_starter(rest) if rest and "/" in rest[0] else None
     if name in _SUBCOMMANDS:
         is_it = rest[:1] == (_SUBCOMMANDS[name],)
         return Starter(name=f"{name} {rest[0]}", arguments=rest[1:]) if is_it else None
@@ -188,19 +183,19 @@ def commands_started(command: Sequence[str]) -> Iterator[Sequence[str]]:
         rest = list(itertools.dropwhile(lambda word: name == "env" and "=" in word, rest))
         yield from commands_started(rest) if rest else ()
         return
-    option = next((place for place, word in enumerate(command) if re.fullmatch(r"-[a-z]*c", word)), None)
-    if name in _SHELLS and option is not None:
-        for text in command[option + 1 : option + 2]:
-            for each in commands_in(text):
-                yield from commands_started(each)
-        return
+    if name in _SHELLS:
+        rest = _skip(command[1:], _SHELL_VALUES)
+        if any(re.fullmatch("-[a-z]*c", word) for word in command[1 : len(command) - len(rest)]):
+            yield from (each for found in commands_in("".join(rest[:1])) for each in commands_started(found))
+            return
     yield command
 
 
 def script_of(command: Sequence[str]) -> str | None:
     """Return the file that a command may have a shell read: `./run.sh`, `bash run.sh`; None: there is none."""
-    rest = _skip(command[1:], frozenset({"-o", "--rcfile", "--init-file"})) if _name(command[0]) in _SHELLS else command
-    return rest[0] if rest and (rest is not command or "/" in rest[0]) else None
+    if _name(command[0]) in _SHELLS:
+        return next(iter(_skip(command[1:], _SHELL_VALUES)), None)
+    return command[0] if "/" in command[0] else None
 
 
 def commands_in(text: str, *, always: bool = False) -> Iterator[Sequence[str]]:

@@ -176,6 +176,7 @@ FOUR_RANKS = "resources: {nodes: 2, procs_per_node: 2}"
         ),
         ("{command: numactl --cpunodebind 0 taskset -c 0-3 stdbuf -oL horovodrun -np 2 python train.py}", "horovodrun"),
         ("{command: apptainer exec --nv -B /data torch.sif torchrun train.py}", "torchrun"),
+        ("{command: [bash, -euo, pipefail, -c, torchrun train.py]}", "torchrun"),
         ("{command: tune run lora.py}", "tune run"),
         ("{command: lightning run model train.py}", "lightning run"),
         ("{command: python -u /opt/env/bin/torchrun train.py}", "torchrun"),
@@ -261,7 +262,7 @@ def test_a_launcher_where_it_can_work_is_accepted(entry: str, more: str) -> None
     ("command", "text"),
     [
         ("./run.sh 2", "#!/bin/bash\nset -e\nexport A=1\ncd src\ntorchrun --nproc-per-node 2 train.py\n"),
-        ("bash -e run.sh", "module load cuda && exec env -u A torchrun train.py"),
+        ("bash -euo pipefail run.sh -c 2", "module load cuda && exec env -u A torchrun train.py"),
         ("timeout 1h ./run.sh", "#!/usr/bin/env bash\ntorchrun train.py \\\n  --lr 0.1\n"),
     ],
 )
