@@ -152,7 +152,8 @@ class SlurmLauncher(Launcher):
                 ["squeue", "--noheader", "--format=%A", f"--jobs={job_id}"], environ=self._environ
             ).strip()
         step = ["srun", f"--jobid={job_id}", "--overlap", "--nodes=1", "--ntasks=1", f"--nodelist={rank.host}"]
-        cores = {"cpus_per_task": plan.slurm.sbatch_options.get("cpus_per_task", False)}
+        of_the_step = plan.slurm.sbatch_options | plan.slurm.srun_options
+        cores = {"cpus_per_task": of_the_step.get("cpus_per_task", False)}
         step += [*option_argv(cores), "--mem=0", "--mpi=none"]
         if plan.slurm.container is not None:
             raise UsageError(

@@ -199,6 +199,16 @@ def test_ranks_have_the_cores_and_gpus_of_their_job_alone(confined):
     assert end(place, run) == {}
 
 
+@pytest.mark.parametrize("option", ['gres: "gpu:2"', "gpus: 4"], ids=["gres", "total"])
+def test_the_ranks_are_as_many_as_the_gpus_that_an_option_of_slurm_asks_for(confined, option, request):
+    place = at(confined, f"gpus by {request.node.callspec.id}")
+    run = place.submit(spec(place, ranks=2, more=f", {option}").replace("gpus_per_node: 2, ", ""))
+    place.await_status(run, lambda _: len(seen(run, 4)) == 4)
+    say(place, "end")
+    assert end(place, run) == {}
+    assert [(look["size"], look["gpus"]) for look in seen(run, 4)] == [([4, 2], [True] * 2 + [False] * 6)] * 4
+
+
 def test_the_cause_of_a_rank_that_wants_more_memory_than_its_job_has_names_the_limit(confined):
     place, run = start(confined, "fill")
     say(place, "fill")

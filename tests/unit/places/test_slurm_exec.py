@@ -19,9 +19,11 @@ from tests.support.launch_runs import plan_text
 SPEC = "name: job\nlauncher: slurm\nresources: {gpus_per_node: 4, cpus_per_task: 8}\nentry: {script: entry.py}\n"
 
 
-def exec_argv(place: Path, *, more: str = "", release: str = "22.05.8", terminal: bool = False) -> list[str]:
+def exec_argv(
+    place: Path, *, spec: str = SPEC, more: str = "", release: str = "22.05.8", terminal: bool = False
+) -> list[str]:
     (place / "entry.py").write_text("")
-    plan = make_run(plan_text(f"{SPEC}{more}", place, environ={}), {})
+    plan = make_run(plan_text(f"{spec}{more}", place, environ={}), {})
     run = RunDir(plan.run_dir)
     record = dataclasses.replace(read_run(run), job_id="123", job_tag=job_tag(plan.token, 0))
     write_run(run, record)
@@ -41,6 +43,11 @@ def test_the_step_is_on_the_ranks_node_and_shares_what_the_job_has(tmp_path: Pat
     assert {"srun", "--jobid=123", "--overlap", "--nodelist=gpu02", "--cpus-per-task=8", "--unbuffered"} <= set(argv)
     assert argv[-3:] == ["0", "5", "nvidia-smi"]
     assert not {"--gres=none", "--pty"} & set(argv)
+
+
+def test_the_step_has_the_cores_of_a_program_that_starts_its_ranks(tmp_path: Path) -> None:
+    spec = SPEC.replace("entry.py}", "entry.py, owns_ranks: true}")
+    assert "--cpus-per-task=32" in exec_argv(tmp_path, spec=spec)
 
 
 def test_before_steps_share_gpus_the_step_asks_for_none(tmp_path: Path) -> None:
