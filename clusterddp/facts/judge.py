@@ -101,10 +101,10 @@ def judge_python(machine: Machine, usual: Machine | None) -> Result:
     """Judge the Python of a host, also against the one that most hosts have."""
     if machine.torch is not None and machine.torch.python_error is not None:
         error = machine.torch.python_error
-        return red(f"{machine.torch.executable}: {error}", "ssh.python, venv, conda or modules name another")
+        return red(f"{machine.torch.executable}: {error}", "python, venv, conda or ssh.modules name another")
     found = f"{machine.python}, {machine.executable}"
     if usual and minor_version(machine.python) != minor_version(usual.python):
-        return note(f"{found}; elsewhere {usual.python}", "ssh.python, venv or conda of the host name another")
+        return note(f"{found}; elsewhere {usual.python}", "python, venv or conda of the host name another")
     return ok(found)
 
 

@@ -6,19 +6,22 @@ import dataclasses
 import importlib.util
 import json
 import os
+import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import clusterddp
 from clusterddp.system.devices import read_driver
-from clusterddp.system.python import code_command, module_command
+from clusterddp.system.python import OLDEST_PYTHON, code_command, module_command
 from clusterddp.system.torch_files import find_package, read_torch_values
 from clusterddp.wire import build, read_object
 
@@ -80,6 +83,10 @@ class Torch:
     """NVIDIA's; None: there is none, or it was not read."""
     pip: bool = True
     """This Python has pip."""
+    python: str | None = None
+    """The version of this Python; None: not known."""
+    packages: tuple[str, ...] = ()
+    """The directories that its packages are in."""
 
     @property
     def for_cpu(self) -> bool:
@@ -100,9 +107,20 @@ def import_torch() -> Torch:
 
 def ask_torch(executable: str, environ: Mapping[str, str], working_dir: Path) -> Torch:
     """Read the torch of another Python from its files; `environ` has this package on its path."""
-    argv = module_command("clusterddp.facts.torch", python=executable)
+    argv = module_command("clusterddp.facts.torch", python=executable, oldest=OLDEST_PYTHON)
     found, error = _ask_python("its start", argv, timeout_s=_START_TIMEOUT_S, environ=environ, cwd=working_dir)
     return Torch(executable=executable, python_error=error) if found is None else build(Torch, found)
+
+
+def ask_python(executable: str, environ: Mapping[str, str]) -> Torch:
+    """Read the torch of another Python of this machine, as its ranks would find it, from its files.
+
+    Of the Python of this process it sees this package only.
+    """
+    with tempfile.TemporaryDirectory(prefix="clusterddp-") as directory:
+        Path(directory, "clusterddp").symlink_to(Path(clusterddp.__file__).absolute().parent)
+        paths = os.pathsep.join(filter(None, (directory, environ.get("PYTHONPATH"))))
+        return ask_torch(executable, {**environ, "PYTHONPATH": paths}, Path(directory))
 
 
 def read_torch() -> Torch:
@@ -117,6 +135,8 @@ def read_torch() -> Torch:
         torchvision=_installed_version("torchvision"),
         compile_obstacle=find_compile_obstacle(os.environ),
         pip=importlib.util.find_spec("pip") is not None,
+        python=platform.python_version(),
+        packages=tuple(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),
     )
 
 

@@ -23,11 +23,12 @@ from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.attempt import CERTAIN, OWN, read_rank_end
 from clusterddp.node.hang_watch import NodeStacks
 from clusterddp.node.link import report_of
+from clusterddp.node.preparation import prepare
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, plan_launch
 from clusterddp.node.usage_watch import NodeUsage
-from clusterddp.ranks.environment import rank_cookies
+from clusterddp.ranks.environment import inherited_environment, rank_cookies
 from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
@@ -237,7 +238,11 @@ class LocalRanks:
             self._attempt = attempt
             make_attempt_dirs(directory)
             preload = find_preload(self._gang.entry)
-            launches = {rank: plan_launch(self._run, network.gang, rank, order, preload=preload) for rank in node.ranks}
+            prepared = prepare(self._run, self._gang, inherited_environment())
+            launches = {
+                rank: plan_launch(self._run, network.gang, rank, order, preload=preload, prepared=prepared)
+                for rank in node.ranks
+            }
             # All ranks first, because they wait for each other; the records, which wait for the disk, afterwards.
             self._starter.start(launches)
         except (OSError, ClusterddpError) as error:

@@ -26,16 +26,24 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def start_rank(
-    run_dir: Path, *, environment: dict[str, str], stdout: Path, stderr: Path, listener: int | None = None
+    run_dir: Path,
+    *,
+    environment: dict[str, str],
+    stdout: Path,
+    stderr: Path,
+    listener: int | None = None,
+    python: str | None = None,
 ) -> int:
     """Start a rank in a session of its own and return its pid; it inherits `listener`, a descriptor.
+
+    `python`: another one than that of this process.
 
     Its output is appended to files: a pipe could fill, or break with its reader. It starts in the run directory, and
     changes to its working directory itself.
     """
     with open_log(stdout) as out, open_log(stderr) as err, marking(environment[COOKIE]):
         process = subprocess.Popen(
-            module_command("clusterddp.node.rank", str(run_dir)),
+            module_command("clusterddp.node.rank", str(run_dir), python=python),
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=err,
@@ -48,7 +56,7 @@ def start_rank(
 
 
 def start_fork_server(
-    run_dir: Path, *, environment: dict[str, str], log: int, listener: int | None = None
+    run_dir: Path, *, environment: dict[str, str], log: int, listener: int | None = None, python: str | None = None
 ) -> tuple[int, socket.socket]:
     """Start a fork server (fork_server.py) in a session of its own; return its pid and the socket to it."""
     ours, its = socket.socketpair()
@@ -56,7 +64,7 @@ def start_fork_server(
         try:
             with marking(environment[COOKIE]):
                 process = subprocess.Popen(
-                    module_command("clusterddp.node.rank", "--fork", str(run_dir)),
+                    module_command("clusterddp.node.rank", "--fork", str(run_dir), python=python),
                     stdin=its.fileno(),
                     stdout=log,
                     stderr=log,

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from clusterddp.node.preparation import Prepared
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
 from clusterddp.ranks.environment import NCCL_VARIABLES, SUPERVISOR_PID, USERS, Variable, inherited_environment
 from clusterddp.run.attempts import signal_name
@@ -31,6 +32,7 @@ class Launch:
     stdout: Path
     stderr: Path
     preload: Preload
+    prepared: Prepared
     listener: int | None = None
     """The socket at the master port, for rank 0."""
 
@@ -162,10 +164,11 @@ class Children:
         for rank, launch in launches.items():
             pid = start_rank(
                 launch.run_dir,
-                environment=self._environment | launch.values() | launch.preload.environment(),
+                environment=launch.prepared.applied(self._environment) | launch.values() | launch.preload.environment(),
                 stdout=launch.stdout,
                 stderr=launch.stderr,
                 listener=launch.listener,
+                python=launch.prepared.python,
             )
             self._ranks[pid] = rank
             self._updates.append(Started(rank, pid))
@@ -202,7 +205,11 @@ class _ForkServer:
             },
         }
         self.pid, self._link = start_fork_server(
-            first.run_dir, environment={**environment, **common}, log=sys.stderr.fileno(), listener=listener
+            first.run_dir,
+            environment=first.prepared.applied(environment) | common,
+            log=sys.stderr.fileno(),
+            listener=listener,
+            python=first.prepared.python,
         )
         with contextlib.suppress(OSError):  # it has ended, and its exit is handled
             self._link.sendall(json.dumps(order).encode() + b"\n")
@@ -233,7 +240,9 @@ class _ForkServer:
         self.close()
 
 
-def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, preload: Preload) -> Launch:
+def plan_launch(
+    run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *, preload: Preload, prepared: Prepared
+) -> Launch:
     """Plan the start of a rank for the head's order to start an attempt."""
     attempt, master_port = run.attempt(int(order["attempt"])), int(order["master_port"])
     variables = gang.variables_of(
@@ -254,5 +263,6 @@ def plan_launch(run: RunDir, gang: Gang, rank: int, order: Mapping[str, Any], *,
         stdout=attempt.stdout(rank),
         stderr=attempt.stderr(rank),
         preload=preload,
+        prepared=prepared,
         listener=order.get("listener") if rank == 0 else None,
     )

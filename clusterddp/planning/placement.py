@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
 from clusterddp.errors import PreflightError, UsageError
-from clusterddp.run.gang import Node
+from clusterddp.run.gang import Node, RankPython
 from clusterddp.spec.batch_script import options_of
 from clusterddp.spec.sbatch_lines import read_sizes
 from clusterddp.system.devices import list_gpus, loopback_interface, visible_gpus
@@ -84,6 +84,8 @@ class Request:
     """The run's name; None: one that is free is chosen."""
     placed: Placement | None = None
     """Where the ranks run, if that is decided already; None: the launcher of the spec places them."""
+    python: RankPython | None = None
+    """The Python of the ranks, if that is decided already."""
     submission: bytes | None = None
     """A function from Python, pickled; empty: the run has it; None: there is none, or it is that of `parent`.
 

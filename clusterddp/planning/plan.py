@@ -28,6 +28,7 @@ from clusterddp.planning.program import (
     refuse_starting_script,
     with_absolute_paths,
 )
+from clusterddp.planning.python import choose_python
 from clusterddp.planning.slurm import SLURM_SUPERVISOR, SlurmPlan, place_slurm
 from clusterddp.planning.ssh import SshPlan, at_home, constant_command, directory_name, place_ssh, spec_at_home
 from clusterddp.run.call import PYTHON
@@ -178,7 +179,10 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     if job.entry and job.entry.batch_script and request.submission is None:
         request = dataclasses.replace(request, submission=read_batch_script(Path(job.entry.batch_script)))
     placed = request.placed or _PLACE[job.launcher](job, request)
-    program = plan_program(job, working_dir=working_dir, runs_dir=runs_dir, environ=request.environ)
+    python = choose_python(job, request)
+    program = plan_program(
+        job, working_dir=working_dir, runs_dir=runs_dir, environ=request.environ, packages=python.packages
+    )
     run = request.run or choose_run_name(runs_dir)
     placement, spawns = with_one_process_each(job, placed)
     entry = plan_entry(program, job, run_dir=runs_dir / run, working_dir=working_dir, spawns=spawns)
@@ -204,6 +208,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         hang=job.hang,
         hang_after_s=_seconds(job.hang_after),
         notify=_notify_of(job),
+        python=python,
         # On Slurm the end of the allocation is the limit.
         time_limit_s=None if placed.slurm else _seconds(job.resources.time),
         **_timeouts_of(job, len(placement.nodes)),
@@ -447,6 +452,8 @@ _FIXED = (
     *(f"train.{key}" for key in DEFINING),
 )
 """Keys that make it this run; with another value of one it would be another run."""
+_PYTHON = ("python", "venv", "conda", "container.image")
+"""Keys with which the choice of the ranks' Python is made again."""
 
 
 def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Plan:
@@ -459,6 +466,8 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
     from clusterddp.spec.load import flatten, load_spec
 
     resolved = load_spec(spec, overrides, environ=environ, whole=True)
+    now, then = flatten(filled_in(resolved.job)), flatten(plan.spec)
+    same_python = all(now.get(key) == then.get(key) for key in _PYTHON)
     own = RunDir(plan.run_dir).batch_script
     submission = read_batch_script(own) if plan.gang.entry.kind == "batch_script" else b""
     request = Request(
@@ -467,9 +476,10 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
         environ=environ,
         parent=plan.parent,
         submission=submission,
+        python=plan.gang.python if same_python else None,
     )
     other = plan_run(resolved, request)
-    now, then = flatten(other.spec), flatten(plan.spec)
+    now = flatten(other.spec)
     fixed = [key for key in _FIXED if now.get(key) != then.get(key)]
     if fixed:
         raise UsageError(

@@ -79,10 +79,17 @@ class Program:
 
 
 def plan_program(
-    job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mapping[str, str], uploads: bool = False
+    job: JobSpec,
+    *,
+    working_dir: Path,
+    runs_dir: Path,
+    environ: Mapping[str, str],
+    uploads: bool = False,
+    packages: Sequence[str] = (),
 ) -> Program:
     """Find what the ranks execute, and choose the files of its snapshot.
 
+    `packages`: the directories of their Python's packages; empty: those of this process.
     `uploads`: the code goes to another machine before the job is planned there.
     Raises: UsageError: the script does not exist. ClusterddpError: the code has no snapshot.
     """
@@ -124,7 +131,7 @@ def plan_program(
     followers = [str((working_dir / path).resolve()) for path in others]
     inside = [path for path in followers if snapshot and Path(path).is_relative_to(snapshot.root)]
     if snapshot:
-        roots, missing = _editable_installs(snapshot, uploads=uploads)
+        roots, missing = _editable_installs(snapshot, packages or sys.path, uploads=uploads)
         inside, notes = [*inside, *map(str, roots)], (*notes, *missing)
     return Program(
         kind=kind,
@@ -297,7 +304,9 @@ def _spawns(node: ast.AST) -> Iterator[int]:
             yield from _spawns(child)
 
 
-def _editable_installs(snapshot: SnapshotPlan, *, uploads: bool) -> tuple[list[Path], list[str]]:
+def _editable_installs(
+    snapshot: SnapshotPlan, packages: Sequence[str], *, uploads: bool
+) -> tuple[list[Path], list[str]]:
     """Find the packages that pip has installed as editable within a snapshot's code.
 
     Returns the directories of the snapshot from which they are imported, and notes on those that it does not have.
@@ -305,7 +314,7 @@ def _editable_installs(snapshot: SnapshotPlan, *, uploads: bool) -> tuple[list[P
     """
     if sent := find_sent(snapshot.root):
         return [snapshot.root / path for path in sent.import_paths], []
-    sites = [Path(path) for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    sites = [Path(path) for path in packages if Path(path).name in ("site-packages", "dist-packages")]
     found = [path.resolve() for site in sites for path in (*_paths_of_pth(site), *_paths_of_finders(site))]
     folders = {snapshot.root, *(snapshot.root / folder for name in snapshot.files for folder in Path(name).parents)}
     roots = [path for path in found if path in folders]

@@ -497,7 +497,9 @@ def place(job: JobSpec, request: Request) -> Placement:
         check_shared(request.working_dir, "what ranks work in", "submit from a directory that all nodes share")
     data = data_notes(filled_in(job)["train"])
     notes = (*placement.notes, *options.notes, *waiting, *shared, *storage_notes(), *data)
-    container = job.container.model_dump(mode="json") | {"gpus": options.gpus} if job.container else None
+    container = None
+    if job.container:
+        container = job.container.model_dump(mode="json") | {"gpus": options.gpus, "python": job.python or "python3"}
     slurm = SlurmPlan(  # place_slurm adds what depends on the run's directory
         sbatch_options=options.sbatch,
         srun_options=options.srun,

@@ -16,7 +16,7 @@ from clusterddp.system.templates import read_template
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
-    from clusterddp.spec.hosts import Share, SshPython
+    from clusterddp.spec.hosts import Share
     from clusterddp.spec.model import JobSpec
 
 
@@ -136,7 +136,7 @@ def place(job: JobSpec, request: Request) -> Placement:
     from clusterddp.spec.hosts import share_out
 
     ssh = SshPlan(
-        hosts=tuple(_node(node_rank, share, job.ssh) for node_rank, share in enumerate(share_out(job))),
+        hosts=tuple(_node(node_rank, share, job) for node_rank, share in enumerate(share_out(job))),
         root=job.ssh.dir,
         send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
         fetch=tuple(job.ssh.fetch),
@@ -167,10 +167,10 @@ def place_nodes(job: JobSpec) -> Placement:
     return Placement.elsewhere(job, tuple(nodes), gpus=gpus, notes=tuple(_ssh_notes(job, unused_hosts(job), gpus=gpus)))
 
 
-def _node(node_rank: int, share: Share, of_all: SshPython) -> SshNode:
-    """Plan one host; if it names a Python or an environment, that replaces the one for all hosts."""
+def _node(node_rank: int, share: Share, job: JobSpec) -> SshNode:
+    """Plan one host; if it names a Python or an environment, that replaces the one of the spec."""
     host = share.host
-    chosen = host if host.python or host.venv or host.conda else of_all
+    chosen = host if host.python or host.venv or host.conda else job
     return SshNode(
         host=host.host,
         node_rank=node_rank,
@@ -178,7 +178,7 @@ def _node(node_rank: int, share: Share, of_all: SshPython) -> SshNode:
         python=chosen.python,
         venv=chosen.venv,
         conda=chosen.conda,
-        modules=host.modules or of_all.modules,
+        modules=host.modules or job.ssh.modules,
         host_key=host.host_key,
     )
 

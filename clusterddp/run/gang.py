@@ -107,6 +107,33 @@ class Entry:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class RankPython:
+    """The Python of the ranks, and why it was chosen."""
+
+    executable: str = ""
+    """Its path; empty: that of the supervisor."""
+    prefix: str = ""
+    """The directory of its environment, which is activated for the ranks; empty: it has none."""
+    kind: Literal["", "venv", "conda"] = ""
+    """Of its environment."""
+    version: str | None = None
+    """Of the Python; None: not known before the start, as of `torch`."""
+    torch: str | None = None
+    cuda: str | None = None
+    """The CUDA that its torch was built for."""
+    packages: tuple[str, ...] = ()
+    """The directories that its packages are in."""
+    why: str = ""
+    is_named: bool = False
+    """A key of the spec names it."""
+
+    @property
+    def name(self) -> str:
+        """Its environment's name, as its prompt shows it."""
+        return self.prefix.rstrip("/").rpartition("/")[2]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Notify:
     """Of which events of the run a message is sent, and where to (run/notices.py)."""
 
@@ -187,6 +214,7 @@ class Gang:
     hang_after_s: float | None = None
     """After so long; None: as the steps of the run suggest."""
     notify: Notify | None = None
+    python: RankPython = field(default_factory=RankPython)
 
     @property
     def give_up_s(self) -> float:
@@ -314,7 +342,8 @@ class Gang:
     def to_json(self) -> dict[str, Any]:
         # dataclasses.asdict copies every number, which is slow for the thousand gangs of a sweep.
         parts = {"entry": _fields(self.entry), "nodes": [_fields(node) for node in self.nodes]}
-        return _fields(self) | parts | {"notify": self.notify and _fields(self.notify)}
+        rest = {"notify": self.notify and _fields(self.notify), "python": _fields(self.python)}
+        return _fields(self) | parts | rest
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Gang:
@@ -333,5 +362,5 @@ class Gang:
             raise ValueError("gang.entry.spawns is not a number of ranks for each node")
 
 
-def _fields(value: Gang | Entry | Node | Notify) -> dict[str, Any]:
+def _fields(value: Gang | Entry | Node | Notify | RankPython) -> dict[str, Any]:
     return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

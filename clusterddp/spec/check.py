@@ -237,6 +237,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
         yield from entry_conflicts(job.entry, world_size=job.resources.world_size, in_step=in_step)
     if job.train is not None:
         yield from _train_conflicts(job.train, job)
+    yield from _python_conflicts(job)
     yield from _machine_conflicts(job)
     for index, name in enumerate(job.secrets):
         if name in job.env:
@@ -280,6 +281,19 @@ def _batch_script_conflicts(job: JobSpec, entry: EntrySpec) -> Iterator[Conflict
     if job.launcher == "ssh":
         hint = "--launcher local tries it on this machine"
         yield Conflict(("launcher", "entry.batch_script"), "a batch script is for Slurm", hint)
+
+
+def _python_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Find keys that choose no one Python for the ranks."""
+    named = [name for name in ("python", "venv", "conda") if getattr(job, name)]
+    if len(named) > 1:
+        yield Conflict(tuple(reversed(named)), f"the spec has {' and '.join(named)}, expected one of them")
+    for name in named:
+        if job.container and name != "python":
+            hint = "python: /opt/env/bin/python is one inside; without a key it is the image's python3"
+            yield Conflict((name, "container"), "is an environment outside of the container", hint)
+    if job.launcher == "ssh" and job.venv and not job.venv.startswith(("/", "~/")):
+        yield Conflict(("venv", "launcher"), f'found "{job.venv}", expected a path on the hosts, from / or ~/')
 
 
 def _machine_conflicts(job: JobSpec) -> Iterator[Conflict]:

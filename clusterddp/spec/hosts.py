@@ -46,8 +46,8 @@ _NAME_HOSTS = (
 )
 
 
-class SshPython(Section):
-    """Which Python runs the ranks on a host."""
+class PythonThere(Section):
+    """Which Python is used on one host."""
 
     python: fields.Line | None = key(
         None, "Python there, 3.10 or newer and with torch: a command or a path; default: python3."
@@ -64,8 +64,8 @@ class SshPython(Section):
         return "has both venv and conda, expected one of them" if self.venv and self.conda else None
 
 
-class SshHost(SshPython):
-    """A machine that is reached by SSH; the section has the defaults of its Python."""
+class SshHost(PythonThere):
+    """A machine that is reached by SSH; its own Python replaces the one that the spec names for all."""
 
     aliases: ClassVar = {"slots": "gpus"}
 
@@ -80,7 +80,7 @@ class SshHost(SshPython):
         return {"host": self.host} | {key: value for key, value in to_dict(self).items() if value not in (None, (), [])}
 
 
-class Ssh(SshPython):
+class Ssh(Section):
     """Where the ssh launcher starts the nodes."""
 
     hosts: tuple[SshHost, ...] = key(
@@ -89,6 +89,9 @@ class Ssh(SshPython):
         "command line. At most 4,096 hosts.",
     )
     dir: fields.RemotePath = key(_HOST_DIR, "Directory of everything that clusterddp writes on a host, from / or ~/.")
+    modules: tuple[fields.ModuleName, ...] = key(
+        (), "Environment modules that are loaded on every host before Python is looked for there, as for module load."
+    )
     send: dict[fields.Line, fields.RemotePath] = key(
         {},
         "Files and directories that are sent before the start, {LOCAL: ON_HOST}, ON_HOST from / or ~/. Files with the "
@@ -109,7 +112,7 @@ class Ssh(SshPython):
         return [{"host": host} if isinstance(host, Scalar | str) else host for host in hosts]
 
 
-class Login(SshPython):
+class Login(PythonThere):
     """A host that the user's own ssh reaches, from which jobs are submitted."""
 
     host: fields.Host = key(..., "Name or alias from ssh_config.")
@@ -135,10 +138,9 @@ def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
             f"{host.host} is named twice" + (f", and so are {len(more)} more" if more else ""),
             f"{sums}: each host is one node",
         )
-    places = [("ssh", job.ssh), *((f"ssh.hosts.{index}", host) for index, host in enumerate(job.ssh.hosts))]
-    for place, python in places:
-        if python.python_problem:
-            yield Conflict((f"{place}.conda", f"{place}.venv"), python.python_problem)
+    for index, host in enumerate(job.ssh.hosts):
+        if host.python_problem:
+            yield Conflict((f"ssh.hosts.{index}.conda", f"ssh.hosts.{index}.venv"), host.python_problem)
     for (_, one), (source, other) in combinations(job.ssh.send.items(), 2):
         if one == other or f"{one}/".startswith(f"{other}/") or f"{other}/".startswith(f"{one}/"):
             yield Conflict(

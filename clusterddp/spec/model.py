@@ -211,7 +211,6 @@ class Container(Section):
         "Directories seen inside: PATH or HOST_PATH:PATH[:FLAGS]. The run's directory, the data and clusterddp itself "
         "are always mounted.",
     )
-    python: fields.Text = key("python3", "Python inside, which has torch.")
     workdir: fields.Text | None = key(None, "Directory in which the container starts; default: the image's own.")
 
 
@@ -245,6 +244,18 @@ class JobSpec(Section):
     resources: Resources = key(Resources, "Machines, ranks, GPUs, cores, time.")
     network: Network = key(Network, "Interface, port and backend of the gang.")
     stop: Stop = key(Stop, "The time that ranks have to write a checkpoint and end.")
+    python: fields.Line | None = key(
+        None,
+        "The Python that runs the ranks, 3.10 or newer and with torch: a path or a command; over SSH and in a "
+        "container it is looked for there. Default: that of the environment that is activated where you submit, else "
+        "clusterddp's own; over SSH and in a container python3. The built-in trainer takes clusterddp's own.",
+    )
+    venv: fields.Line | None = key(
+        None, "A virtual environment whose Python runs the ranks: its directory; over SSH from / or ~/."
+    )
+    conda: fields.Line | None = key(
+        None, "A conda or micromamba environment whose Python runs the ranks: its name or its directory."
+    )
     env: dict[fields.Variable, fields.LooseText] = key(
         {}, "Variables for every rank; they override what clusterddp would set."
     )

@@ -10,11 +10,14 @@ from pathlib import Path
 
 import clusterddp
 
+OLDEST_PYTHON = (3, 10)
+"""The oldest release that runs ranks."""
 _FLAG = ("-P",) if sys.version_info >= (3, 11) else ()
 _SHORTEN = "import sys; sys.path[:] = filter(None, sys.path); "
 """What -P does, on any Python: with `-c` the directory is the empty text."""
 _RUN_MODULE = f"{_SHORTEN}from runpy import run_module; run_module(sys.argv.pop(1), None, '__main__', True)"
 
+_OLD = "'it is Python %d.%d, expected {}.{} or newer' % sys.version_info[:2]"
 _RUN_ISOLATED = (
     "import os, sys; sys.path.append(sys.argv.pop(1)); "
     "given = open('/proc/self/environ', 'rb').read().split(b'\\0'); "
@@ -24,11 +27,17 @@ _RUN_ISOLATED = (
 """Python sets LC_CTYPE where the locale is C; what such a process starts must not get it."""
 
 
-def module_command(module: str, *arguments: str, python: str | None = None) -> tuple[str, ...]:
-    """Return the command that runs a module; `python`: another Python than this one, of any release."""
+def module_command(
+    module: str, *arguments: str, python: str | None = None, oldest: tuple[int, int] | None = None
+) -> tuple[str, ...]:
+    """Return the command that runs a module; `python`: another Python than this one, of any release.
+
+    `oldest`: an older release ends with a sentence about it on its standard error.
+    """
     if python is None and _FLAG:
         return (sys.executable, *_FLAG, "-m", module, *arguments)
-    return (python or sys.executable, "-c", _RUN_MODULE, module, *arguments)
+    check = f"import sys; sys.version_info >= {oldest} or sys.exit({_OLD.format(*oldest)}); " if oldest else ""
+    return (python or sys.executable, "-c", check + _RUN_MODULE, module, *arguments)
 
 
 def isolated_command(module: str, *arguments: str) -> tuple[str, ...]:

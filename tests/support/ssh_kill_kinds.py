@@ -22,7 +22,8 @@ name: kills
 launcher: ssh
 device: cpu
 resources: {procs_per_node: 2}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python
 entry: {script: gang.py}
 """
 CHILD, ORPHAN = "sleep 600", "sleep 601"

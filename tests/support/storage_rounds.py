@@ -41,7 +41,8 @@ SSH_SPEC = """\
 name: job
 launcher: ssh
 device: cpu
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python
 resources: {procs_per_node: 1}
 entry: {script: entry.py}
 """

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import shlex
+import sys
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -195,7 +196,7 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         master = "the first node of the job"
     network = f"{gang.backend} over {gang.interface or interface}; master {gang.master_addr or master}"
     facts = [_runs(plan), ("where", _where(plan)), ("ranks", _ranks(plan)), ("network", f"{network}, {port}")]
-    facts.append(("code", _code(plan)))
+    facts += [("python", python_text(plan)), ("code", _code(plan))]
     facts += _time_facts(plan)
     data = _data(plan)
     facts += [("data", data)] if data else []
@@ -287,6 +288,27 @@ def _ranks(plan: Plan) -> str:
         own = " + ".join(map(str, gang.entry.spawns)) if len(set(gang.entry.spawns)) > 1 else str(gang.entry.spawns[0])
         return f"{nodes}, one program on each, {device}; it starts {own} ranks, {cores}"
     return f"{nodes} x {many} = {format_count(gang.world_size, 'rank')}, {device}, {cores}"
+
+
+def python_text(plan: Plan) -> str:
+    """Write which Python runs the ranks, and why; how to choose another one where no key of the spec names it."""
+    python = plan.gang.python
+    if plan.ssh:
+        pythons = [_python(host) for host in plan.ssh.hosts]
+        alike = pythons[0] if len(set(pythons)) == 1 else "another one on some hosts (-v lists them)"
+        where, version = f"{alike} on the hosts", ""
+    elif plan.slurm and plan.slurm.container:
+        where, version = f"{plan.slurm.container['python']} in the container", ""
+    else:
+        build = "" if not python.cuda or "+" in str(python.torch) else f" for CUDA {python.cuda}"
+        torch = f", torch {python.torch}{build}" if python.torch else ", no torch"
+        where, version = python.executable or sys.executable, f" ({python.version}{torch})" if python.version else ""
+    if python.prefix:
+        where = f"{python.kind} {python.name}, {where}"
+    if not python.version and not python.executable and not plan.elsewhere:
+        return f"{python.why}; venv: or conda: puts an environment first there"
+    others = "" if python.is_named else "; python:, venv: or conda: names another"
+    return f"{where}{version}: {python.why}{others}"
 
 
 def _code(plan: Plan) -> str:

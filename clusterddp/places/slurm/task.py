@@ -163,12 +163,14 @@ class Task:
             for name, value in order["variables"].items()
             if name not in order["unless"] or name not in os.environ
         }
+        inherited = {name: value for name, value in inherited_environment().items() if name not in order["without"]}
         return start_rank(
             Path(order["run_dir"]),
-            environment=inherited_environment() | variables | {SUPERVISOR_PID: str(os.getpid())},
+            environment=inherited | variables | {SUPERVISOR_PID: str(os.getpid())},
             stdout=Path(order["stdout"]),
             stderr=Path(order["stderr"]),
             listener=order.get("listener"),
+            python=order["python"],
         )
 
     def _start(self, order: dict[str, Any]) -> None:

@@ -2,9 +2,9 @@
 
 A task and its supervisor exchange JSON over an abstract unix socket of their host, one message a packet. The task sends
 `here` (rank, gpus, gpus_bound), `started` (pid; master_addr, master_port: the rank's own), `not_started` (error),
-`ended` (returncode). The supervisor sends `start` (run_dir, variables, unless, stdout, stderr; with rank 0's the socket
-that listens at the master port), `signal` (number), `reap`, `leave` (exit_code). Both ends check the other one's user.
-The name of the socket follows from the run's token, so no other user can bind it first.
+`ended` (returncode). The supervisor sends `start` (run_dir, python, variables, unless, without, stdout, stderr; with
+rank 0's the socket that listens at the master port), `signal` (number), `reap`, `leave` (exit_code). Both ends check
+the other one's user. The name of the socket follows from the run's token, so no other user can bind it first.
 """
 
 from __future__ import annotations
@@ -68,7 +68,9 @@ class Tasks:
 
     def _start(self, rank: int, launch: Launch) -> None:
         task = self._tasks[rank]
-        variables = launch.values() | launch.preload.environment()
+        changes = launch.prepared.changes
+        variables = {name: value for name, value in changes.items() if value is not None}
+        variables |= launch.values() | launch.preload.environment()
         users = {name for name, variable in launch.variables.items() if variable.origin == USERS}
         choice = choose_gpus([self._tasks[each].gpus for each in self._ranks], bound=self._tasks[self._ranks[0]].bound)
         if choice.visible is not None and "CUDA_VISIBLE_DEVICES" not in users:
@@ -82,7 +84,9 @@ class Tasks:
             "kind": "start",
             "run_dir": str(launch.run_dir),
             "variables": variables,
-            "unless": sorted(_UNLESS_SET - users),
+            "unless": sorted(_UNLESS_SET - users - changes.keys()),
+            "without": [name for name, value in changes.items() if value is None],
+            "python": launch.prepared.python,
             "stdout": str(launch.stdout),
             "stderr": str(launch.stderr),
         }

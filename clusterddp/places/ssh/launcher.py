@@ -332,7 +332,7 @@ def _refuse_other_pythons(run: RunDir, sessions: HostSessions) -> None:
         if here != theirs:
             raise PreflightError(
                 f"{host}: {different_python(theirs, here)} ({session.hello['python']})",
-                hint="ssh.python, venv, conda or modules of the spec choose the Python on the host",
+                hint="python, venv or conda of the spec, and ssh.modules, choose the Python on the host",
             )
 
 

@@ -312,7 +312,7 @@ class Session:
         printed = (preface + self._read_stderr()).decode(errors="replace").strip().splitlines()
         too_much = f"its login shell printed more than {MAX_PREFACE_BYTES:,} bytes"
         found = printed[-1].removeprefix("clusterddp: ") if printed else (error.found if error else too_much)
-        hint = "ssh.python, venv, conda or modules of the spec choose the Python on the host"
+        hint = "python, venv or conda of the spec, and ssh.modules, choose the Python on the host"
         raise SshError(self.host, "start", found, hint=hint) from error
 
     def _read_stderr(self) -> bytes:

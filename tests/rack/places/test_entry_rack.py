@@ -27,7 +27,8 @@ name: job
 launcher: ssh
 device: cpu
 resources: {procs_per_node: 2}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python
 """
 
 

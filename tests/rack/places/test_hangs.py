@@ -19,7 +19,8 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
 OVER_SSH = """launcher: ssh
 resources: {procs_per_node: 2}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}"""
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python"""
 ON_SLURM = """launcher: slurm
 resources: {nodes: 2, procs_per_node: 2, cpus_per_task: 1, time: "0:10:00"}
 snapshot: false

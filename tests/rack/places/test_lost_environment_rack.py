@@ -27,7 +27,8 @@ name: loses
 launcher: ssh
 device: cpu
 resources: {procs_per_node: 2}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python
 entry: {script: entry.py}
 """
 SLEEP = "import time\nprint('up', flush=True)\ntime.sleep(600)\n"

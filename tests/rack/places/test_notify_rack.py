@@ -39,7 +39,7 @@ def test_a_job_that_fails_waits_for_its_message_and_its_report_and_a_later_comma
 
 
 def test_over_ssh_the_host_posts_and_the_laptop_runs_the_command_and_writes_the_report(ssh_place: SshPlace):
-    hosts = "launcher: ssh\nssh: {hosts: [node1, node2], python: /opt/bare/bin/python}\nsnapshot: false\n"
+    hosts = "launcher: ssh\nssh: {hosts: [node1, node2]}\npython: /opt/bare/bin/python\nsnapshot: false\n"
     keys = "webhook: '${HOOK}', command: [sh, -c, 'cat >> said']"
     entry = "entry: {command: [sh, -c, 'test $RANK = 0 || exit 3; sleep 60']}\n"
     ssh_place.environ["HOOK"] = "http://127.0.0.1:9/hunter2"

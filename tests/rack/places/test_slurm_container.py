@@ -63,7 +63,7 @@ def test_the_package_and_python_of_the_image_are_found_though_the_host_lacks_the
     for name, text in (("srun", SRUN), ("container", CONTAINER)):
         (place / name).write_text(text)
         (place / name).chmod(0o755)
-    more = f'launcher: slurm\ncontainer: {{image: torch.sqsh, python: {python}}}\nresources: {{nodes: 2, time: "10"}}'
+    more = f'launcher: slurm\ncontainer: {{image: torch.sqsh}}\npython: {python}\nresources: {{nodes: 2, time: "10"}}'
     (rack.dir / "shared" / place.name / "entry.py").write_text(PROGRAM)
     run = make_slurm_run(rack, place.name, text=f"name: job\nentry: {{script: entry.py}}\n{more}\n")
     environ = environment()

@@ -147,7 +147,8 @@ name: lan
 launcher: ssh
 network: {backend: gloo}
 resources: {gpus_per_node: 1}
-ssh: {hosts: [node1, node2], python: ~/claims-cuda/bin/python}
+ssh: {hosts: [node1, node2]}
+python: ~/claims-cuda/bin/python
 entry: {script: sleep.py}
 """
 

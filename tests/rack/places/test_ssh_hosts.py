@@ -18,7 +18,8 @@ pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 SPEC = """\
 name: lan
 device: cpu
-ssh: {python: /opt/bare/bin/python, dir: ~/deep/er}
+ssh: {dir: ~/deep/er}
+python: /opt/bare/bin/python
 """
 PRINT_FACTS = """\
 import json, os, pathlib

@@ -29,7 +29,8 @@ name: lan
 launcher: ssh
 device: cpu
 resources: {{procs_per_node: 2}}
-ssh: {{hosts: [node1, node2], python: {PYTHON}}}
+ssh: {{hosts: [node1, node2]}}
+python: {PYTHON}
 """
 TRAIN = SPEC + "train: {dataset: shapes, samples: 256, model: fastnet, width: 0.125, epochs: 1, batch_size: 32}\n"
 SLEEP = SPEC + "entry: {script: sleep.py}\n"

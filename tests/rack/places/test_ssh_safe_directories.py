@@ -13,7 +13,8 @@ launcher: ssh
 device: cpu
 restarts: 1
 resources: {procs_per_node: 1}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python, dir: /srv/lab/mine}
+ssh: {hosts: [node1, node2], dir: /srv/lab/mine}
+python: /opt/bare/bin/python
 entry: {script: once.py}
 """
 

@@ -35,7 +35,7 @@ SPECS = {
     "local": "resources: {nodes: 2, procs_per_node: 2, cpus_per_task: 1}\n",
     "slurm": "launcher: slurm\nresources: {nodes: 2, procs_per_node: 2, cpus_per_task: 1, time: '0:10:00'}\n",
     "ssh": "launcher: ssh\nresources: {procs_per_node: 2}\n"
-    "ssh: {hosts: [node1, node2], python: /opt/bare/bin/python, send: {data: ~/data}}\n",
+    "ssh: {hosts: [node1, node2], send: {data: ~/data}}\npython: /opt/bare/bin/python\n",
 }
 DATA = {"local": "data", "slurm": "data", "ssh": "~/data"}
 LAST_HOST = {"local": "head", "slurm": "node2", "ssh": "node2"}

@@ -31,7 +31,8 @@ name: lan
 launcher: ssh
 device: cpu
 resources: {procs_per_node: 1}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python
 env: {HOLDS: "yes"}
 entry: {script: entry.py}
 """
@@ -40,7 +41,8 @@ name: lan
 launcher: ssh
 network: {{backend: gloo}}
 resources: {{gpus_per_node: 1}}
-ssh: {{hosts: [node1], python: {CUDA_PYTHON}}}
+ssh: {{hosts: [node1]}}
+python: {CUDA_PYTHON}
 env: {{HOLDS: "yes"}}
 entry: {{script: entry.py}}
 """

@@ -17,7 +17,8 @@ name: lan
 launcher: ssh
 device: cpu
 resources: {procs_per_node: 1}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python
 entry: {script: print.py}
 """
 

@@ -109,7 +109,7 @@ def test_nccl_without_gpus_is_refused(tmp_path: Path) -> None:
 
 def test_a_hosts_own_environment_takes_the_place_of_that_of_all(tmp_path: Path) -> None:
     hosts = "[a, {host: b, venv: ~/v}, {host: c, python: /opt/py, modules: [gcc]}]"
-    nodes = ssh_of(f"ssh: {{hosts: {hosts}, conda: lab, modules: [cuda]}}", tmp_path).hosts
+    nodes = ssh_of(f"conda: lab\nssh: {{hosts: {hosts}, modules: [cuda]}}", tmp_path).hosts
     assert [(node.python, node.venv, node.conda, node.modules) for node in nodes] == [
         (None, None, "lab", ("cuda",)),
         (None, "~/v", None, ("cuda",)),

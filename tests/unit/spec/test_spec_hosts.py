@@ -111,14 +111,16 @@ def test_only_the_first_hosts_get_a_share_when_there_are_more_than_nodes() -> No
         ("ssh: {hosts: ['gpu01:4']}", "ssh.hosts.0.host", "expected a host without a number behind it"),
         ("ssh: {hosts: [{gpus: 4}]}", "ssh.hosts.0.host", "missing"),
         ("ssh: {hosts: [{host: a, gpus: 1, slots: 2}]}", "ssh.hosts.0.slots", "sets the same as gpus"),
-        ("ssh: {hosts: [a], venv: ~/v, conda: e}", "ssh.conda", "both venv and conda"),
+        ("ssh: {hosts: [a], venv: ~/v}", "ssh.venv", "this key was removed"),
+        ("ssh: {hosts: [a]}\nvenv: ~/v\nconda: e", "conda", "venv and conda, expected one of them"),
+        ("ssh: {hosts: [a]}\nvenv: v", "venv", "a path on the hosts, from / or ~/"),
         ("ssh: {hosts: [{host: a, venv: ~/v, conda: e}]}", "ssh.hosts.0.conda", "both venv and conda"),
-        ('ssh: {hosts: [a], python: "py\\nthon"}', "ssh.python", "without line breaks"),
+        ('ssh: {hosts: [a]}\npython: "py\\nthon"', "python", "without line breaks"),
         ('ssh: {hosts: [{host: a, venv: "a\\tb"}]}', "ssh.hosts.0.venv", "without line breaks"),
-        ('ssh: {hosts: [a], conda: "a\\x7fb"}', "ssh.conda", "without line breaks"),
+        ('ssh: {hosts: [a]}\nconda: "a\\x7fb"', "conda", "without line breaks"),
         ('ssh: {hosts: [a], modules: ["cuda\\nrm"]}', "ssh.modules.0", "the name of a module"),
         ('ssh: {hosts: [a], modules: ["cuda gcc"]}', "ssh.modules.0", "the name of a module"),
-        ("ssh: {hosts: [a], python: -c}", "ssh.python", "does not begin with -"),
+        ("ssh: {hosts: [a]}\npython: -c", "python", "does not begin with -"),
         ("ssh: {hosts: [a], dir: runs}", "ssh.dir", "a path on the hosts, from / or ~/"),
         ('ssh: {hosts: [a], dir: "~/"}', "ssh.dir", "a path on the hosts"),
         ('ssh: {hosts: [a], dir: "/a\\nb"}', "ssh.dir", "without line breaks"),
@@ -185,9 +187,9 @@ def test_a_number_behind_a_host_is_its_slots_as_with_horovod_and_mpich(hostfile:
 
 def test_a_hostfile_takes_the_place_of_the_hosts_of_the_spec(hostfile: Path) -> None:
     hostfile.write_text("b\n")
-    text = SSH + "ssh: {hosts: [a], venv: ~/v}\n"
+    text = SSH + "ssh: {hosts: [a], dir: ~/v}\n"
     ssh = load_spec(text, ["ssh.hosts=[c]"], environ={}, hosts=read_hostfile(hostfile)).job.ssh
-    assert ([host.host for host in ssh.hosts], ssh.venv) == (["b"], "~/v")
+    assert ([host.host for host in ssh.hosts], ssh.dir) == (["b"], "~/v")
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_what_reads_is_valid(validator: Any, extra: dict[str, Any]) -> None:
         {"name": "x", "ssh": {"dir": "runs"}},
         {"name": "x", "ssh": {"send": {"data": "data"}}},
         {"name": "x", "ssh": {"fetch": ["weights"]}},
-        {"name": "x", "ssh": {"python": "a\nb"}},
+        {"name": "x", "python": "a\nb"},
         {"name": "x", "env": {"A": ["b"]}},
     ],
 )
