@@ -175,7 +175,7 @@ class Head:
 
     def _on_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
-            self.nodes.expect(node.node_rank, report["ranks"])
+            self.nodes.expect(node.node_rank, report)
         elif report["kind"] == "transport":
             where = {"attempt": self._attempt.number, "node_rank": node.node_rank, "host": node.host}
             log(self._run, "nccl_transport", **where, **facts_of(report))
@@ -469,6 +469,8 @@ class JoinedNodes:
         self._note_at = now + self._note_s
         self._unready: dict[int, tuple[int, ...]] = {}
         """Ranks that a node cannot start yet, because it waits for their tasks."""
+        self._in_setup: set[int] = set()
+        """Node ranks."""
 
     @property
     def present(self) -> set[int]:
@@ -481,15 +483,16 @@ class JoinedNodes:
     def join(self, node: Node, report: Message) -> None:
         """Count a supervisor."""
         pid = self.pids[node.node_rank] = int(report["pid"])
-        self.expect(node.node_rank, report.get("missing", ()))
+        self.expect(node.node_rank, report)
         self._links[node.node_rank] = dict(report.get("links", {}))
         if "reached" in report:
             self.reached[node.node_rank] = str(report["reached"])
         log_line(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
 
-    def expect(self, node_rank: int, ranks: Iterable[int]) -> None:
-        """Note which ranks of a node cannot be started yet."""
-        self._unready[node_rank] = tuple(ranks)
+    def expect(self, node_rank: int, report: Message) -> None:
+        """Note which ranks of a node cannot be started yet, and whether its setup lines still run."""
+        self._unready[node_rank] = tuple(report.get("missing", ()))
+        (self._in_setup.add if report.get("setup") else self._in_setup.discard)(node_rank)
 
     def lose(self, node_rank: int, why: Loss, interface: str | None) -> list[tuple[Node, str]]:
         """Count a node as lost; return what happened, each time with the node at fault.
@@ -515,7 +518,7 @@ class JoinedNodes:
 
     @property
     def complete(self) -> bool:
-        return len(self.pids) == len(self._gang.nodes) and not any(self._unready.values())
+        return len(self.pids) == len(self._gang.nodes) and not any(self._unready.values()) and not self._in_setup
 
     def overdue(self, now: float) -> RankEnd | None:
         """Name the nodes and tasks that are missing once the time is up."""
@@ -534,7 +537,10 @@ class JoinedNodes:
             missing.append(" and ".join(f"node {node.node_rank} on {node.host}" for node in absent) + " did not join")
         for node in unready:
             missing.append(f"the tasks of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start")
-        return " and ".join(missing), absent + unready
+        busy = [self._gang.nodes[node_rank] for node_rank in sorted(self._in_setup)]
+        if busy:
+            missing.append(f"the setup lines on {', '.join(node.host for node in busy)} did not end")
+        return " and ".join(missing), absent + unready + busy
 
     def note_wait(self, now: float) -> str:
         """Return once, when the start has waited for long, for how long that is."""

@@ -23,12 +23,12 @@ from clusterddp.network.rendezvous.connection import Message
 from clusterddp.node.attempt import CERTAIN, OWN, read_rank_end
 from clusterddp.node.hang_watch import NodeStacks
 from clusterddp.node.link import report_of
-from clusterddp.node.preparation import prepare
+from clusterddp.node.preparation import Preparation
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
 from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, plan_launch
 from clusterddp.node.usage_watch import NodeUsage
-from clusterddp.ranks.environment import inherited_environment, rank_cookies
+from clusterddp.ranks.environment import rank_cookies
 from clusterddp.run.cleanup import Cleanup
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Gang, Node
@@ -102,6 +102,7 @@ class LocalRanks:
         *,
         first_attempt: int,
         starter: RankStarter,
+        preparation: Preparation,
         report: Callable[[Message], None],
         spared: Callable[[], frozenset[int]],
     ) -> None:
@@ -110,6 +111,7 @@ class LocalRanks:
         self._gang = gang
         self._node = node
         self._starter = starter
+        self._preparation = preparation
         self._report = report
         self._spared = spared
         self.attempt_number = first_attempt
@@ -238,7 +240,7 @@ class LocalRanks:
             self._attempt = attempt
             make_attempt_dirs(directory)
             preload = find_preload(self._gang.entry)
-            prepared = prepare(self._run, self._gang, inherited_environment())
+            prepared = self._preparation.prepared
             launches = {
                 rank: plan_launch(self._run, network.gang, rank, order, preload=preload, prepared=prepared)
                 for rank in node.ranks

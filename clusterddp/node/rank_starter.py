@@ -16,7 +16,14 @@ from typing import Any, Protocol
 
 from clusterddp.node.preparation import Prepared
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
-from clusterddp.ranks.environment import NCCL_VARIABLES, SUPERVISOR_PID, USERS, Variable, inherited_environment
+from clusterddp.ranks.environment import (
+    NCCL_VARIABLES,
+    SETTINGS,
+    SUPERVISOR_PID,
+    USERS,
+    Variable,
+    inherited_environment,
+)
 from clusterddp.run.attempts import signal_name
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
@@ -257,6 +264,8 @@ def plan_launch(
         variables = {
             name: each for name, each in variables.items() if name not in NCCL_VARIABLES or each.origin == USERS
         }
+    given = {name for name, value in prepared.changes.items() if value is not None and name in SETTINGS}
+    variables = {name: each for name, each in variables.items() if name not in given or each.origin == USERS}
     return Launch(
         run_dir=run.path,
         variables=variables,

@@ -9,12 +9,13 @@ attempt's `end.json` before it exits. SIGTERM, SIGINT and SIGUSR2 ask all ranks 
 
 Kinds of messages between a node and the head, by direct call on node 0, over a link (link.py) elsewhere:
 
-* Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; links: see socket_links.py), `missing`
-  (ranks), `started` (interface, address, why, nccl_interfaces), `transport` (a Transport), `rank_ended` (a RankEnd),
-  `stop_requested` (reason, signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node), `failed`
-  (a RankEnd), `ended` (left: pids that cannot be killed; connected: a connection to
-  the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress),
-  `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see usage_watch.py).
+* Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; setup: the setup lines still run;
+  links: see socket_links.py), `missing` (missing, setup), `started` (interface, address, why, nccl_interfaces),
+  `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested` (reason, signal; ordered: by the head),
+  `cancel` (reason), `parent_gone` (pid, one_node), `failed` (a RankEnd), `ended` (left: pids that cannot be killed;
+  connected: a connection to the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s:
+  without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent;
+  ranks: see usage_watch.py).
 * Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `stop`
   (reason), `kill` (whole_gang), `stacks` (id), `usage` (asked, most), `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.
@@ -59,6 +60,7 @@ from clusterddp.node.link import (
 )
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_end, log_line, open_log
+from clusterddp.node.preparation import Preparation
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
 from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children, RankStarter
@@ -177,13 +179,15 @@ class Supervisor:
         children = Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
         rank_starter = children or self._tasks
         assert rank_starter is not None
-        self._missing = self._tasks.missing if self._tasks is not None else ()
+        self._preparation = Preparation(order, environment)
+        self._missing = self._find_missing()
         job: JobWatch | None = None
         if order.job is not None and order.is_head:
             assert place is not None
             job = place.watch_job(order.job, environment, self._clock, order.gang.stop_lead_s)
         self._helpers = Helpers(order, environment)
-        self._parts = [part for part in (guard, self._helpers, children, job) if part is not None]
+        parts = (guard, self._helpers, self._preparation, children, job)
+        self._parts = [part for part in parts if part is not None]
         """What has started processes, and learns which of them have ended."""
         self.uplink: Uplink = reach_head(
             order,
@@ -204,6 +208,7 @@ class Supervisor:
             order.node,
             first_attempt=order.attempt,
             starter=rank_starter,
+            preparation=self._preparation,
             report=self.uplink.report,
             spared=lambda: frozenset([guard.pid, *self._helpers.pids]),
         )
@@ -220,13 +225,13 @@ class Supervisor:
             for part in self._parts:
                 part.on_exits(exits)
             self._ranks.tick(now)
-            if self._missing and self._tasks is not None and self._tasks.missing != self._missing:
-                self._missing = self._tasks.missing
-                self.uplink.report({"kind": "missing", "ranks": self._missing})
+            self._follow_preparation()
             if now >= self._look_at:
                 self._look_for_takeover(now)
             while orders := self.uplink.pump(now):
                 for order in orders:
+                    if order["kind"] in {"kill", "finish"}:
+                        self._preparation.end()
                     self._ranks.obey(order, now)
             if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
                 self._joined = True
@@ -234,6 +239,21 @@ class Supervisor:
                     print(json.dumps({"joined": True}), flush=True)
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
+
+    def _find_missing(self) -> Message:
+        """Return what the start waits for: ranks whose tasks have not connected, and the setup lines."""
+        ranks = self._tasks.missing if self._tasks is not None else ()
+        return {"missing": ranks, "setup": not self._preparation.is_over}
+
+    def _follow_preparation(self) -> None:
+        """Report what the start no longer waits for, or why it cannot be."""
+        if self._missing["missing"] or self._missing["setup"]:
+            missing, self._missing = self._missing, self._find_missing()
+            if missing != self._missing:
+                self.uplink.report({"kind": "missing", **self._missing})
+        if (error := self._preparation.error) is not None:
+            self._preparation.error = None
+            self.uplink.report(report_of("failed", error))
 
     def _is_done(self, now: float) -> bool:
         loss = self.uplink.head_lost
@@ -368,15 +388,15 @@ def reach_head(
     *,
     guard: Guard,
     helpers: Helpers,
-    missing: tuple[int, ...],
+    missing: Message,
     job: JobWatch | None,
     now: float,
 ) -> Uplink:
-    """Start the head, or the search for it; `missing` are ranks whose tasks have not connected yet.
+    """Start the head, or the search for it; `missing`: what the start waits for on this node.
 
     Raises: OSError, ClusterddpError: no port is free to listen at.
     """
-    join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), "missing": missing}
+    join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), **missing}
     if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
         # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
         join["links"] = report_links(read_links())

@@ -52,8 +52,8 @@ if TYPE_CHECKING:
 
 MASTER_ADDR = "127.0.0.1"
 _START_S = 60.0
-_START_ON_SLURM_S = 600.0
-"""Long, because nodes may boot and pull container images."""
+_START_LONG_S = 600.0
+"""On Slurm nodes may boot and pull container images; setup lines may copy data."""
 _START_S_PER_NODE = 1.0
 """Supervisors start some tens at a time, and many share a network or, as virtual machines, a processor."""
 _STOP_S = 120.0
@@ -209,6 +209,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         hang_after_s=_seconds(job.hang_after),
         notify=_notify_of(job),
         python=python,
+        setup=tuple(job.setup) if placed is not request.placed else (),
         # On Slurm the end of the allocation is the limit.
         time_limit_s=None if placed.slurm else _seconds(job.resources.time),
         **_timeouts_of(job, len(placement.nodes)),
@@ -267,7 +268,8 @@ def _timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
     network, stop = job.network, job.stop
     limit_s = _seconds(job.resources.time)
     lead_s = min(_STOP_S, limit_s / 3) if limit_s else _STOP_LEAD_S
-    start_s = (_START_ON_SLURM_S if job.launcher == "slurm" else _START_S) + _START_S_PER_NODE * num_nodes
+    takes_long = job.launcher == "slurm" or job.setup
+    start_s = (_START_LONG_S if takes_long else _START_S) + _START_S_PER_NODE * num_nodes
     host_silence_s = _seconds(network.host_silence) or HOST_SILENCE_S
     return {
         "start_timeout_s": _seconds(network.start_timeout) or start_s,
@@ -452,7 +454,7 @@ _FIXED = (
     *(f"train.{key}" for key in DEFINING),
 )
 """Keys that make it this run; with another value of one it would be another run."""
-_PYTHON = ("python", "venv", "conda", "container.image")
+_PYTHON = ("python", "venv", "conda", "setup", "container.image")
 """Keys with which the choice of the ranks' Python is made again."""
 
 

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _Kind = Literal["", "venv", "conda"]
 _OWN = "clusterddp's own"
+_SUBMITS = "it submits the function"
 _CONDA_HOMES = (
     *("~/miniforge3", "~/mambaforge", "~/miniconda3", "~/anaconda3", "~/micromamba", "~/.local/share/mamba"),
     *("/opt/conda", "/opt/miniforge3", "/opt/miniconda3", "/opt/anaconda3"),
@@ -39,10 +40,22 @@ def choose_python(job: JobSpec, request: Request) -> RankPython:
     if request.placed is not None or (job.entry and job.entry.batch_script):
         return RankPython()  # the ranks are started by others
     if job.launcher == "ssh" or job.container:
-        return RankPython(why=f"{key}: in the spec" if key else "the default", is_named=key is not None)
+        why, by_setup = f"{key}: in the spec" if key else "the default", _may_choose(job) and not key
+        return RankPython(why=why, is_named=key is not None, by_setup=by_setup)
     if key is not None:
         return _named(job, key, request)
-    return _by_default(job, request)
+    try:
+        found = _by_default(job, request)
+    except PreflightError:
+        if not _may_choose(job):
+            raise
+        found = RankPython(executable=sys.executable, why=_OWN)
+    return dataclasses.replace(found, by_setup=_may_choose(job) and bool(job.entry) and found.why != _SUBMITS)
+
+
+def _may_choose(job: JobSpec) -> bool:
+    """Return whether setup lines may put the ranks' Python first on PATH; of a command they change PATH alone."""
+    return bool(job.setup) and not (job.entry and job.entry.command)
 
 
 def _by_default(job: JobSpec, request: Request) -> RankPython:
@@ -61,7 +74,7 @@ def _by_default(job: JobSpec, request: Request) -> RankPython:
         return _checked(found, job, request, what, f"python: {sys.executable} takes {_OWN}")
     if command:
         return RankPython(why="the one that the command finds on PATH")
-    why = "it submits the function" if is_call(function) else _OWN if job.entry else f"{_OWN}, as the trainer is"
+    why = _SUBMITS if is_call(function) else _OWN
     own = RankPython(executable=sys.executable if job.entry else "", why=why)
     return _with_facts(own, read_torch())
 

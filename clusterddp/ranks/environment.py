@@ -52,6 +52,11 @@ USERS = "env in the spec"
 
 NCCL_VARIABLES = ("NCCL_DEBUG", "NCCL_DEBUG_SUBSYS", "NCCL_DEBUG_FILE")
 """Variables that make NCCL write its log; none is set where the user has set one of them."""
+SETTINGS = frozenset(
+    {"OMP_NUM_THREADS", "PYTHONUNBUFFERED", "ACCELERATE_USE_CPU", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
+    | set(NCCL_VARIABLES)
+)
+"""Variables that clusterddp chooses for ranks unless the setup lines set them."""
 PLACE_VARIABLES = frozenset(
     {
         "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK",

@@ -34,7 +34,7 @@ from clusterddp.system.files import build_record, read_json, read_regular, sync_
 from clusterddp.system.storage import is_outage, retry_outage, storage_timeout_s
 
 AttemptOutcome = Literal["COMPLETED", "FAILED", "CANCELLED", "STOPPED"]
-_LOG = re.compile(r"(attempts/\d+(/steps/[\w.-]+)?/logs/rank-\d+|launcher/[\w-]+)\.(out|err|log)")
+_LOG = re.compile(r"(attempts/\d+(/steps/[\w.-]+)?/logs/(rank|setup)-\d+|launcher/[\w-]+)\.(out|err|log)")
 """The paths that a root cause may have as its log, relative to the run's directory."""
 _MAX_LINE = 400
 _MAX_TRACEBACK = 8_000

@@ -114,6 +114,10 @@ class AttemptDir:
         """NCCL's own log, unless the user sets NCCL_DEBUG, NCCL_DEBUG_SUBSYS or NCCL_DEBUG_FILE."""
         return self.logs / f"rank-{rank:03d}.nccl"
 
+    def setup_log(self, node_rank: int) -> Path:
+        """What the setup lines of a node have printed."""
+        return self.logs / f"setup-{node_rank:03d}.log"
+
 
 @dataclass(frozen=True, slots=True)
 class RunDir:

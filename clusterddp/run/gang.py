@@ -126,6 +126,8 @@ class RankPython:
     why: str = ""
     is_named: bool = False
     """A key of the spec names it."""
+    by_setup: bool = False
+    """Where the setup lines put another one first on PATH, the ranks take that."""
 
     @property
     def name(self) -> str:
@@ -215,6 +217,8 @@ class Gang:
     """After so long; None: as the steps of the run suggest."""
     notify: Notify | None = None
     python: RankPython = field(default_factory=RankPython)
+    setup: tuple[str, ...] = ()
+    """Lines that bash runs on each node before its ranks start."""
 
     @property
     def give_up_s(self) -> float:

@@ -48,12 +48,17 @@ def read_webhook(value: object) -> str:
     return f"${{{read_variable(named[1])}}}"
 
 
+def read_lines(value: object) -> object:
+    """Read one text as a list of it."""
+    return [value] if isinstance(value, Scalar | str) else value
+
+
 class NotifySpec(Section):
     """Messages about the run."""
 
     on: Annotated[
         tuple[Annotated[Literal["start", "end", "fail", "requeue", "hang"], Word], ...],
-        BeforeValidator(lambda value: [value] if isinstance(value, Scalar | str) else value),
+        BeforeValidator(read_lines),
     ] = key(
         ("end",),
         "Events: start (the ranks of an attempt run), end (the run has ended, however), fail (it has ended by a "
@@ -158,8 +163,8 @@ class Network(Section):
     start_timeout: fields.TimeLimit | None = key(
         None,
         'How long the nodes of a run may take to connect, written as time is: "0:30" is 30 seconds. Default: 1 minute '
-        "and a second for each node; on Slurm 10 minutes and a second for each node, in which container images are "
-        "pulled, too; with worker 2 minutes for ranks, 5 minutes for machines of ssh.hosts.",
+        "and a second for each node; on Slurm, where container images are pulled, too, and with setup lines 10 minutes "
+        "and a second for each node; with worker 2 minutes for ranks, 5 minutes for machines of ssh.hosts.",
     )
     host_silence: fields.TimeLimit | None = key(
         None,
@@ -255,6 +260,12 @@ class JobSpec(Section):
     )
     conda: fields.Line | None = key(
         None, "A conda or micromamba environment whose Python runs the ranks: its name or its directory."
+    )
+    setup: Annotated[tuple[fields.Text, ...], BeforeValidator(read_lines)] = key(
+        (),
+        "Lines that bash runs once on each node before its ranks start: a list, or one text; module, conda and "
+        "micromamba work as in your shell. The ranks get the environment after them, and the Python that they put "
+        "first on PATH. A line that fails ends the run.",
     )
     env: dict[fields.Variable, fields.LooseText] = key(
         {}, "Variables for every rank; they override what clusterddp would set."

@@ -351,11 +351,12 @@ _OF_PROGRAMS = (
     ("device-side assert|illegal memory access", "env: {CUDA_LAUNCH_BLOCKING: 1} in the spec shows the line"),
     (r"op\.preamble\.length", "in a collective all ranks have tensors of the same sizes, in the same order"),
     ("worker .*(exited unexpectedly|signal: (Seg|Abort))", "num_workers=0 shows the exception of the loader's worker"),
-    (r"exited with code 127\b", "a command was not found there: modules, venv, conda or env: {PATH: ...} in the spec"),
+    (r"exited with code 127\b", "a command was not found there: setup, venv, conda or env: {PATH: ...} in the spec"),
     (r"exited with code 126\b", "a file there is no program, or not executable: chmod +x"),
-    ("ModuleNotFoundError", "venv, conda or modules of the spec choose the Python of the ranks"),
+    ("ModuleNotFoundError", "venv, conda, python or setup of the spec choose the Python of the ranks"),
 )
 _KINDS: dict[str, Diagnosis] = {
+    r"\bsetup( line \d+)?( \(|: )": Diagnosis("setup", "the setup lines of the spec", ""),
     r"^hang:|Watchdog caught|collective operation timeout|[Tt]imed out waiting|wait timeout after": Diagnosis(
         "hang", "a hang", "attempts/N/stacks has where each rank waited"
     ),

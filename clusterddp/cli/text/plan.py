@@ -196,7 +196,10 @@ def _facts(plan: Plan) -> list[tuple[str, str]]:
         master = "the first node of the job"
     network = f"{gang.backend} over {gang.interface or interface}; master {gang.master_addr or master}"
     facts = [_runs(plan), ("where", _where(plan)), ("ranks", _ranks(plan)), ("network", f"{network}, {port}")]
-    facts += [("python", python_text(plan)), ("code", _code(plan))]
+    facts.append(("python", python_text(plan)))
+    lines = [line.strip() for text in gang.setup for line in text.splitlines() if line.strip()]
+    facts += [("setup", f"bash on each node: {few(lines)}")] if lines else []
+    facts.append(("code", _code(plan)))
     facts += _time_facts(plan)
     data = _data(plan)
     facts += [("data", data)] if data else []
@@ -302,12 +305,15 @@ def python_text(plan: Plan) -> str:
     else:
         build = "" if not python.cuda or "+" in str(python.torch) else f" for CUDA {python.cuda}"
         torch = f", torch {python.torch}{build}" if python.torch else ", no torch"
-        where, version = python.executable or sys.executable, f" ({python.version}{torch})" if python.version else ""
+        where = _near(python.executable or sys.executable, plan)
+        version = f" ({python.version}{torch})" if python.version else ""
     if python.prefix:
         where = f"{python.kind} {python.name}, {where}"
     if not python.version and not python.executable and not plan.elsewhere:
         return f"{python.why}; venv: or conda: puts an environment first there"
-    others = "" if python.is_named else "; python:, venv: or conda: names another"
+    others = "" if python.is_named or plan.spec.get("train") else "; venv:, conda: or python: names another"
+    if python.by_setup:
+        return f"the one that the setup lines put first on PATH, else {where}{version}: {python.why}"
     return f"{where}{version}: {python.why}{others}"
 
 

@@ -47,6 +47,7 @@ _FILES: tuple[tuple[str, Kind, str | None], ...] = (
     (rf"attempts/{_N}/results/(?P<rank>{_N})\.pkl", "large", "results"),
     (rf"{_LOGS}/rank-(?P<rank>{_N})\.(out|err|nccl)", "grows", "logs"),
     (rf"{_LOGS}/node-(?P<node>{_N})\.times", "grows", "logs"),
+    (rf"{_LOGS}/setup-(?P<node>{_N})\.log", "grows", "logs"),
     (rf"launcher/supervisor-(?P<node>{_N})\.log", "grows", "logs"),
     (rf"attempts/{_N}/end\.json", "end", None),
     (rf"attempts/{_N}/((start|stopped|usage|stacks/[A-Za-z0-9-]{{1,40}})\.json|ASKED)|summary\.json", "whole", None),

@@ -83,7 +83,7 @@ def package() -> Package:
     home = Path(clusterddp.__file__).parent
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        sources = [path for pattern in ("*.py", "*.css", "*.js") for path in sorted(home.rglob(pattern))]
+        sources = [path for pattern in ("*.py", "*.css", "*.js", "*.sh") for path in sorted(home.rglob(pattern))]
         names = {path: path.relative_to(home).as_posix() for path in sources}
         names |= {path: f"templates/{path.name}" for path in list_templates()}  # submits on a login node need them
         names |= _carried()

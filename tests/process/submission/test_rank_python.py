@@ -61,13 +61,13 @@ def test_ranks_take_the_python_of_the_activated_environment(user: Person, other:
     assert [row["loss"] for row in read_jsonl(user.run_dir().metrics)] == [1.0]
     line = plan_line(user, SPEC, environ=activated(other))
     assert f"venv B, {other}/bin/python ({sys.version.split()[0]}, torch 2." in line
-    assert line.endswith("activated where you submit; python:, venv: or conda: names another")
+    assert line.endswith("activated where you submit; venv:, conda: or python: names another")
 
 
 def test_without_an_activated_environment_ranks_take_the_python_of_clusterddp(user: Person) -> None:
     assert [found["python"] for found in run_and_read(user, SPEC)] == [sys.executable] * 2
     assert f"{sys.executable} (" in plan_line(user, SPEC)
-    assert "clusterddp's own; python:, venv: or conda: names another" in plan_line(user, SPEC)
+    assert "clusterddp's own; venv:, conda: or python: names another" in plan_line(user, SPEC)
 
 
 @pytest.mark.parametrize("key", ["python", "venv", "conda"])

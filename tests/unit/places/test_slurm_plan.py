@@ -524,7 +524,7 @@ def test_a_container_of_pyxis_is_options_of_srun(tmp_path: Path) -> None:
 
 
 def test_a_container_of_apptainer_stands_before_python(tmp_path: Path) -> None:
-    planned = plan(tmp_path, "container: {runtime: apptainer, image: t.sif, python: /opt/python}")
+    planned = plan(tmp_path, "container: {runtime: apptainer, image: t.sif}\npython: /opt/python")
     srun = planned.slurm.srun
     start = srun.index("apptainer")
     assert srun[start : start + 3] == ("apptainer", "exec", "--nv")
