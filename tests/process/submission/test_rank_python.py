@@ -80,7 +80,9 @@ def test_a_key_of_the_spec_names_the_python(user: Person, other: Path, key: str)
         expected = (None, str(place)) if key == "conda" else (str(place), None)
         assert (found["venv"], found["conda"]) == expected
     line = plan_line(user, f"{SPEC}{key}: {value}\n", environ=environ)
-    assert line.startswith(f"python {'conda torch' if key == 'conda' else 'venv B'}, {place}/bin/python")
+    assert line.startswith(
+        f"python {'conda torch, conda/envs/torch' if key == 'conda' else f'venv B, {place}'}/bin/python"
+    )
     assert line.endswith(f"{key}: in the spec")
 
 
@@ -133,7 +135,7 @@ def test_the_trainer_and_a_command_keep_what_they_have(user: Person, other: Path
     trainer = "name: job\ntrain: {dataset: random, epochs: 1}\n"
     line = plan_line(user, trainer, environ=activated(other))
     assert line.startswith(f"python {sys.executable} (")
-    assert "clusterddp's own, as the trainer is" in line
+    assert line.endswith("clusterddp's own")
     command = SPEC.replace("script: report.py", "command: python report.py")
     assert [found["python"] for found in run_and_read(user, command, environ=activated(other))] == [
         f"{other}/bin/python"
