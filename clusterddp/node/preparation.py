@@ -127,7 +127,7 @@ class Preparation:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                cwd=self._order.run.path,
+                cwd=self._order.gang.entry.working_dir,
                 env={**self._environ, COOKIE: own_cookie},
                 pass_fds=(lines, self._result),
                 preexec_fn=lead_group,  # noqa: PLW1509  this process has one thread

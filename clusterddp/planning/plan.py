@@ -14,7 +14,7 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.planning import slurm as slurm_place
 from clusterddp.planning import ssh as ssh_plan
 from clusterddp.planning.placement import Request, place_local, with_one_process_each
-from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes, setting_notes
+from clusterddp.planning.prerequisites import refuse_unplannable, secret_notes, setting_notes, storage_notes
 from clusterddp.planning.processes import launcher_command, rank_command
 from clusterddp.planning.program import (
     filled_in,
@@ -231,6 +231,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
             *(*placement.notes, *program.notes, *notes_on_words(entry), *overwritten, *secret_notes(resolved)),
             *(setting_notes(job, request.environ) if not (job.entry and job.entry.batch_script) else ()),
             *((called,) if entry.is_call and job.container else ()),
+            *(storage_notes(python.prefix) if placed.slurm and python.prefix else ()),
         ),
         snapshot=program.snapshot_summary,
         secrets=job.all_secrets,

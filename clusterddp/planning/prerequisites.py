@@ -93,14 +93,16 @@ def check_trainer(gang: Gang, *, elsewhere: bool) -> None:
     raise PreflightError(f"torch {result.found}", hint=f"{result.fix}; --cpu runs the same ranks on the CPU")
 
 
-def storage_notes() -> tuple[str, ...]:
+def storage_notes(*others: str) -> tuple[str, ...]:
     """Warn if a job's nodes may lack Python or this package, because they are on a disk of this machine.
 
+    `others`: what they need in place of these.
     Files under /usr are assumed to be on every node.
     """
     places = dict.fromkeys(
         Path(place)
-        for place in (sys.prefix, Path(sys.executable).resolve(), Path(clusterddp.__file__).absolute().parents[1])
+        for place in others
+        or (sys.prefix, Path(sys.executable).resolve(), Path(clusterddp.__file__).absolute().parents[1])
         if not Path(place).is_relative_to("/usr")
     )
     own = [(place, mount) for place in places if (mount := find_mount(place)) is not None and not mount.shared]

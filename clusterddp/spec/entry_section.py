@@ -304,8 +304,7 @@ def _function_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
             yield Conflict(
                 ("entry.command",),
                 f"the /bin/sh of a rank does not know {name}: it reads no file of a login shell",
-                "type it in the shell that submits: the job gets what it sets; or read the function first, as in "
-                "`. /etc/profile.d/modules.sh && module load cuda`",
+                "write the line under setup:, which bash runs on each node before the ranks start",
             )
             break
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from tests.support.person import Person
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace
 from tests.testbed.plan import SYSTEM_PATH
+from tests.testbed.rack import Rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 
@@ -38,6 +40,11 @@ prepend-path PATH {prefix}/bin
 setenv OF_THE_SETUP module
 """
 NUM_RANKS = 4
+
+
+@pytest.fixture
+def slurm(rack: Rack, tmp_path: Path) -> SlurmPerson:
+    return SlurmPerson.at(rack, tmp_path.name)
 
 
 def submit_and_read(person: Person, text: str, num_ranks: int = NUM_RANKS, **environ: str) -> list[Any]:
