@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -19,6 +20,8 @@ _COLUMNS = 80
 """A picture is at least as wide as a terminal usually is."""
 _WHERE = "/home/me/lab"
 """Stands in the pictures for the directory in which the command ran."""
+_PYTHON = "  python    /opt/lab/bin/python (3.12.4, torch 2.13.0+cu128): clusterddp's own\n"
+"""Stands in the picture for the Python of this machine."""
 _SEAL = """
 import json, pathlib
 from clusterddp.run.seal import sealed
@@ -50,7 +53,7 @@ def plan_text() -> str:
     """Return what `submit -n` prints for a job of 16 ranks on Slurm, colours included."""
     text = _run(["submit", "jobs/resnet18_2x8.yaml", "--dry-run"], files=["jobs/resnet18_2x8.yaml"])
     head, _, _ = text.partition("\n\n\x1b[33m\x1b[1mnote")  # the notes are about this machine
-    return head.rstrip() + "\n"
+    return re.sub(r"(?ms)^  python .*?(?=^  \w)", _PYTHON, head).rstrip() + "\n"
 
 
 def command_output(*arguments: str) -> str:
