@@ -43,7 +43,7 @@ from clusterddp.facts.torch import import_torch
 
 _STEPS, _WARM_STEPS, _STEPS_ON_CPU = 200, 50, 4
 _FIGURES = ("images_per_s", "step_ms", "compile_seconds", "train_seconds", "accuracy_tta")
-_JOBS = ("cifar10_resnet18", "cifar10_fastnet", "modelarts_ours", "resnet18_2x8")
+_JOBS = ("trainer/cifar10_resnet18", "trainer/cifar10_fastnet", "trainer/modelarts_ours", "resnet18_2x8")
 _STYLE = """
 body { font: 15px/1.45 system-ui, sans-serif; margin: 2rem auto; max-width: 70rem; padding: 0 1rem; color: #222; }
 table { border-collapse: collapse; margin: .5rem 0 1.5rem; }
@@ -151,7 +151,7 @@ def contenders(arguments: argparse.Namespace, place: LocalPlace, gpus: int) -> I
         here += ["resources.gpus_per_node=null", "device=cpu"] if arguments.cpu else []
         here += [f"resources.gpus_per_node={min(gpus, 8)}"] if name.endswith("2x8") and not arguments.cpu else []
         take = partial(place.job_turn, ROOT / "jobs" / f"{name}.yaml", *here, *data, *ends, warm_steps=warm)
-        yield Contender(name=name, label=f"jobs/{name}.yaml", take_turn=take)
+        yield Contender(name=Path(name).name, label=f"jobs/{name}.yaml", take_turn=take)
     if arguments.no_peers:
         return
     try:

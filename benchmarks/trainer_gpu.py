@@ -19,9 +19,9 @@ from trainer_runs import LocalPlace
 PLAN = """\
 gpu: there is no GPU here; with one (and --data-dir, CIFAR-10) this would measure, on GPU 0:
   ResNet-18, batch 512, bf16: images/s, compile: never and compile: always, 5 rounds in turns
-  jobs/modelarts_ours.yaml, 100 epochs: train seconds (published: 60 min on one card, 20 min on 16)
-  jobs/cifar10_resnet18.yaml, 5 seeds: accuracy, seconds to 94 %
-  jobs/cifar10_fastnet.yaml, 5 seeds, in turns with airbench94_muon.py, unchanged, on the same images"""
+  jobs/trainer/modelarts_ours.yaml, 100 epochs: train seconds (published: 60 min on one card, 20 min on 16)
+  jobs/trainer/cifar10_resnet18.yaml, 5 seeds: accuracy, seconds to 94 %
+  jobs/trainer/cifar10_fastnet.yaml, 5 seeds, in turns with airbench94_muon.py, unchanged, on the same images"""
 _EVAL_ROW = re.compile(r"\|\s*\|\s*eval\s*\|.*\|")
 
 
@@ -66,10 +66,10 @@ def _recipes(place: LocalPlace, arguments: argparse.Namespace) -> list[Contender
 
     def recipe(name: str) -> Callable[[], Turn]:
         seeds = iter(range(1000))
-        return lambda: place.job_turn(ROOT / "jobs" / f"{name}.yaml", data, f"train.seed={next(seeds)}")
+        return lambda: place.job_turn(ROOT / "jobs/trainer" / f"{name}.yaml", data, f"train.seed={next(seeds)}")
 
     names = ("modelarts_ours", "cifar10_resnet18", "cifar10_fastnet")
-    ours = [Contender(name=name, label=f"jobs/{name}.yaml", take_turn=recipe(name)) for name in names]
+    ours = [Contender(name=name, label=f"jobs/trainer/{name}.yaml", take_turn=recipe(name)) for name in names]
     peer = partial(airbench, clone / "airbench94_muon.py", arguments.data_dir)
     return [*ours, Contender(name="airbench94_muon", label="airbench94_muon.py, unchanged", take_turn=peer)]
 

@@ -31,7 +31,8 @@ _MAIN = re.compile(r"^if __name__ == [\"']__main__[\"']")
 _MOST_BYTES = 1_000_000
 _COMMENT_COLUMN = 30
 _KEY = re.compile(r"(  )?([a-z_]+):(?= |$)")
-_TRAIN = re.compile(r"^train:.*\Z", re.MULTILINE | re.DOTALL)
+_YOURS = re.compile(r"^# Your script;.*\n# entry: .*\n", re.MULTILINE)
+_TRAIN = re.compile(r"\ntrain:.*\Z", re.MULTILINE | re.DOTALL)
 _HOSTS = re.compile(r"^  hosts: .*$", re.MULTILINE)
 _TOGETHER = ("resources.procs_per_node", "resources.gpus_per_node")
 """Keys of which one follows the other."""
@@ -39,9 +40,6 @@ _ENTRY = """\
 entry:
   script: {script}
   # args: [--lr, 0.1, --out, "{{output_dir}}"]   # {{output_dir}}: a directory for the results of this run alone
-
-# The built-in trainer instead of a script:
-# train: {{model: resnet18, dataset: cifar10, epochs: 30}}
 """
 
 
@@ -120,10 +118,10 @@ def _first_spec(answers: Answers, script: str | None, terminal: Terminal, profil
     elif launcher == "ssh" and (answers.hosts or "ssh.hosts" not in answers.given):
         text, notes = _fill_hosts(text, answers)
         chosen.add("ssh.hosts")
-    if script is not None:  # in place of the trainer, the last section of each template
+    if script is not None:  # the trainer is the last section of each template
         from clusterddp.spec.yamlfile import flow_yaml
 
-        text = _TRAIN.sub(lambda _: _ENTRY.format(script=flow_yaml(script)), text)
+        text = _YOURS.sub(lambda _: _ENTRY.format(script=flow_yaml(script)), _TRAIN.sub("", text))
     files = {key: value.place.source for key, value in answers.given.items() if key not in chosen}
     return without_given(text, files), notes
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import os
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
+
+import clusterddp
+from clusterddp import checkpoint
 
 
 def main() -> None:
@@ -20,7 +22,7 @@ def main() -> None:
 
 
 def fit(steps: int, lr: float) -> None:
-    """Fit the line; jobs/function_entry.yaml calls this."""
+    """Fit the line; jobs/function.yaml calls this."""
     for name, default in {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}.items():
         os.environ.setdefault(name, default)
     dist.init_process_group(os.environ.get("CLUSTERDDP_BACKEND", "gloo"))
@@ -33,24 +35,24 @@ def fit(steps: int, lr: float) -> None:
     model = DistributedDataParallel(torch.nn.Linear(1, 1).to(device))
     optimizer = torch.optim.SGD(model.parameters(), lr=lr, momentum=0.9)
     done = 0
-    while done < steps and not all_agree_to_stop(device):
+    saved = checkpoint.load(map_location=device)
+    if saved:
+        done = saved["step"]
+        model.load_state_dict(saved["model"])
+        optimizer.load_state_dict(saved["optimizer"])
+    while done < steps:
         loss = torch.nn.functional.mse_loss(model(x), y)
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         done += 1
+        clusterddp.log({"loss": loss.detach()}, step=done, total=steps)
+        if checkpoint.due(done, every=100):
+            checkpoint.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, step=done)
     if rank == 0:
         weight, bias = (parameter.item() for parameter in model.module.parameters())
         print(f"after {done} steps of {dist.get_world_size()} ranks: y = {weight:.3f} x + {bias:.3f}", flush=True)
     dist.destroy_process_group()
-
-
-def all_agree_to_stop(device: torch.device | str) -> bool:
-    """Return whether any rank was asked to stop; all ranks get the same answer, so all stop after the same step."""
-    stop_file = os.environ.get("CLUSTERDDP_STOP_FILE")
-    asked = torch.tensor(float(stop_file is not None and Path(stop_file).exists()), device=device)
-    dist.all_reduce(asked, op=dist.ReduceOp.MAX)
-    return bool(asked.item())
 
 
 if __name__ == "__main__":

@@ -189,7 +189,7 @@ def specs(root: Path) -> Iterator[Target]:
         file.write_bytes(data)
         load()
 
-    texts = [path.read_text() for path in sorted(JOBS.glob("*.yaml"))]
+    texts = [path.read_text() for path in sorted(JOBS.rglob("*.yaml"))]
     small = (
         "name: a\nresources: {nodes: 2, time: 1-00:00:00, memory_gb: 4}\nenv: {A: b}\n"
         "slurm: {mail_user: x}\ntrain: {dataset: shapes}\n"

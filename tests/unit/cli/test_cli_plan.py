@@ -16,7 +16,7 @@ from tests.support.paths import JOBS, ROOT
 SCRIPT = "name: mine\nlauncher: {launcher}\nentry:\n  script: train.py\n  args: [--lr, '0.1']\n"
 RUN_NAME = re.compile(rf"\b({'|'.join(ADJECTIVES)})-({'|'.join(ANIMALS)})-\d+")
 
-ONE_RUN = sorted(path for path in JOBS.glob("*.yaml") if "sweep" not in path.stem)
+ONE_RUN = sorted(path for path in JOBS.rglob("*.yaml") if "sweep" not in path.stem)
 
 
 @pytest.fixture

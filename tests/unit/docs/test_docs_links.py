@@ -68,7 +68,7 @@ def test_every_path_that_the_docs_name_exists() -> None:
 
 
 def test_every_page_that_the_code_names_exists() -> None:
-    files = [*(ROOT / "clusterddp").rglob("*.py"), *(ROOT / "jobs").glob("*.yaml"), *(ROOT / "templates").glob("*")]
+    files = [*(ROOT / "clusterddp").rglob("*.py"), *(ROOT / "jobs").rglob("*.yaml"), *(ROOT / "templates").glob("*")]
     named = {(file, page) for file in files for page in re.findall(r"\bdocs/[\w/-]+\.md", file.read_text())}
     assert sorted(f"{file.relative_to(ROOT)}: {page}" for file, page in named if not (ROOT / page).is_file()) == []
 

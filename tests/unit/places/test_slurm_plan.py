@@ -53,7 +53,7 @@ def named(arguments: list[str], option: str) -> list[str]:
     return [word for word in arguments if word == f"--{option}" or word.startswith(f"--{option}=")]
 
 
-@pytest.mark.parametrize("name", ["resnet18_2x8", "slurm_one_node"])
+@pytest.mark.parametrize("name", ["resnet18_2x8", "trainer/slurm_one_node"])
 def test_a_shipped_spec_is_submitted_as_its_golden_file_says(tmp_path: Path, name: str) -> None:
     resolved = load_spec(ROOT / "jobs" / f"{name}.yaml", environ={})
     planned = plan_run(
@@ -71,7 +71,7 @@ def test_a_shipped_spec_is_submitted_as_its_golden_file_says(tmp_path: Path, nam
         (f"/checkout{os.pathsep}{ROOT}", "/checkout"),
     ):
         text = text.replace(value, word)
-    golden = GOLDEN / f"slurm_{name}.txt"
+    golden = GOLDEN / f"slurm_{Path(name).name}.txt"
     if os.environ.get("CLUSTERDDP_WRITE_GOLDEN"):
         golden.write_text(text)
     assert text == golden.read_text()

@@ -316,7 +316,7 @@ def test_the_dry_run_as_json_has_the_paths_of_the_hosts_and_no_token(repository:
 
 @pytest.mark.parametrize("name", ["ssh_lab", "ssh_two_hosts"])
 def test_a_shipped_spec_is_planned(name: str, tmp_path: Path) -> None:
-    resolved = load_spec(ROOT / "jobs" / f"{name}.yaml", environ={})
+    resolved = load_spec(ROOT / "jobs/trainer" / f"{name}.yaml", environ={})
     planned = plan_run(resolved, Request(runs_dir=tmp_path, working_dir=ROOT, environ={}))
     assert (planned.gang.world_size, planned.gang.backend) == (8, "nccl")
 

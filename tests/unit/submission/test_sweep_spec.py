@@ -51,7 +51,7 @@ def test_a_spec_that_sweeps_nothing_has_one_variant_and_no_keys() -> None:
 
 
 def test_the_example_is_six_runs_two_at_a_time() -> None:
-    spec = load_sweep(ROOT / "jobs" / "sweep_lr.yaml", sweep=False, environ={})
+    spec = load_sweep(ROOT / "jobs/trainer/sweep_lr.yaml", sweep=False, environ={})
     assert (len(spec.variants), spec.throttle, spec.variants[-1].label) == (6, 2, "lr=0.4 seed=1")
 
 
