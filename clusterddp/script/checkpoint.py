@@ -1,7 +1,8 @@
 """Checkpoints of a script, with the guarantees of the trainer's, and the stop contract.
 
-Rank 0 reads and writes, so ranks need share no disk. Outside of a run the working directory takes the place of the
-run's directory, and no stop is ever asked for.
+Rank 0 reads and writes, so ranks need share no disk; only of a state with DTensors every rank writes its part, where it
+sees the disk. Outside of a run the working directory takes the place of the run's directory, and no stop is ever asked
+for.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from clusterddp.run.stop import confirm_stop, looking_at, record_question
 from clusterddp.script.place import find_assignment, find_store, is_first_rank, say
 from clusterddp.system.files import read_json
 from clusterddp.system.storage import set_storage_timeout
-from clusterddp.train.checkpoint import Writer, read_newest_on_all
+from clusterddp.train.checkpoint import SHARDS, Writer, read_newest_on_all
 
 if TYPE_CHECKING:
     from clusterddp.train.group import Group, LateMaximum
@@ -35,13 +36,15 @@ _SETTLE = timedelta(seconds=10)
 """How long the end of the script waits for a question to the other ranks that is still under way."""
 
 
-def load(*, map_location: Any = "cpu") -> dict[str, Any] | None:
+def load(into: Mapping[str, Any] | None = None, *, map_location: Any = "cpu") -> dict[str, Any] | None:
     """Return the newest valid checkpoint, the same on every rank, with its `step`; None when there is none.
 
-    Every rank calls it, after `init_process_group`. `map_location` is that of `torch.load`.
-    Raises: ClusterddpError: there are several ranks and no process group.
+    Every rank calls it, after `init_process_group`. `map_location` is that of `torch.load`. A checkpoint with DTensors
+    fills the tensors of `into`, a state with the same keys, in place, and returns them in the state: DTensors of any
+    number of ranks, or whole tensors.
+    Raises: ClusterddpError: there are several ranks and no process group; or `into` lacks a tensor of the checkpoint.
     """
-    return _session().load(map_location)
+    return _session().load(into, map_location)
 
 
 def due(step: int, *, every: int | None = None, every_s: float | None = None) -> bool:
@@ -57,10 +60,12 @@ def due(step: int, *, every: int | None = None, every_s: float | None = None) ->
 def save(state: Mapping[str, Any], *, step: int, keep: int = 2) -> None:
     """Write rank 0's `state` after `step` steps as a checkpoint, and keep the newest `keep`; every rank calls it.
 
-    `state` has text as keys; in it are tensors, numbers, text, None, and dictionaries, lists and tuples of these. It is
-    copied at once and written while the script goes on. When the run is asked to stop, and `due` has said so, the
+    `state` has text as keys; in it are tensors, numbers, text, None, and dictionaries, lists and tuples of these. Of
+    DTensors (FSDP2, tensor parallelism) every rank writes its part. It is copied at once and written while the script
+    goes on; before the process group is destroyed, `wait`. When the run is asked to stop, and `due` has said so, the
     checkpoint is written, the stop is confirmed, and the process exits with 0.
-    Raises: TypeError: the state holds something else. ClusterddpError: it could not be written.
+    Raises: TypeError: the state holds something else, or a rank's part of a tensor that is no DTensor (FSDP1's
+    ShardedTensor, DeepSpeed's partitions). ClusterddpError: it could not be written.
     """
     if keep < 1:
         raise ValueError(f"clusterddp.checkpoint.save: keep is {keep}, expected at least 1")
@@ -111,8 +116,20 @@ class _Session:
             )
         return group
 
-    def load(self, map_location: Any) -> dict[str, Any] | None:
-        return read_newest_on_all(find_store(), self._group, say, map_location)[1]
+    @functools.cached_property
+    def _writing_group(self) -> Group:
+        """The ranks again, for the thread that writes a sharded state while the script goes on."""
+        from clusterddp.train.group import take_group
+
+        return take_group()
+
+    def load(self, into: Mapping[str, Any] | None, map_location: Any) -> dict[str, Any] | None:
+        file, state = read_newest_on_all(find_store(), self._group, say, map_location)
+        if state is None or SHARDS not in state:
+            return state
+        from clusterddp.train.sharded import fill
+
+        return fill(state, into, file, find_store(), self._group)
 
     def due(self, step: int, every: int | None, every_s: float | None) -> bool:
         if self._writer is not None:
@@ -147,19 +164,34 @@ class _Session:
 
     def save(self, state: Mapping[str, Any], step: int, keep: int) -> None:
         self._saved_at = time.monotonic()
-        if is_first_rank():
-            self._start(_plain(state, "state") | {"step": step}, keep)
+        sharded = self._is_sharded(state)
+        if sharded or is_first_rank():
+            self._start(_plain(state, "state") | {"step": step}, keep, sharded=sharded)
             if self._stopping or reached.is_last_step:
                 self.wait()
         if self._stopping:
             self._leave(step)
 
-    def _start(self, state: dict[str, Any], keep: int) -> None:
+    def _is_sharded(self, state: Mapping[str, Any]) -> bool:
+        if "torch.distributed.tensor" not in sys.modules:
+            return False  # then nobody has a DTensor
+        from clusterddp.train.sharded import is_sharded
+
+        return is_sharded(state, self._group)
+
+    def _start(self, state: dict[str, Any], keep: int, *, sharded: bool) -> None:
         from clusterddp.train.host_copy import copy_to_host
 
         self.wait()
-        self._writer = Writer(dataclasses.replace(find_store(), keep=keep))
-        self._writer.start(copy_to_host(state))
+        store = dataclasses.replace(find_store(), keep=keep)
+        self._writer = Writer(store)
+        if not sharded:
+            self._writer.start(copy_to_host(state))
+            return
+        from clusterddp.train.sharded import split, write_sharded
+
+        group, (rest, chunks) = self._writing_group, split(state)
+        self._writer.begin(lambda: write_sharded(store, group, rest, chunks))
 
     def wait(self) -> None:
         if self._writer is not None:
@@ -197,6 +229,7 @@ def _plain(value: Any, where: str) -> Any:
     if isinstance(value, int | float):
         return int(value) if isinstance(value, int) else float(value)  # of numpy's float64, too
     if torch is not None and isinstance(value, torch.Tensor | torch.dtype | torch.device):
+        _refuse_partition(value, where)
         return value
     if isinstance(value, Mapping):
         return {_plain(key, f"a key of {where}"): _plain(each, f"{where}[{key!r}]") for key, each in value.items()}
@@ -204,7 +237,31 @@ def _plain(value: Any, where: str) -> Any:
         return (list if isinstance(value, list) else tuple)(
             _plain(each, f"{where}[{place}]") for place, each in enumerate(value)
         )
+    _refuse_partition(value, where)
     raise TypeError(
         f"clusterddp.checkpoint.save: {where} is a {type(value).__name__}, expected a tensor, a number, text, None, "
         "or a dictionary, list or tuple of these"
     )
+
+
+def _refuse_partition(value: Any, where: str) -> None:
+    """Refuse what is one rank's part of a state, and does not say of what.
+
+    The state_dict of a module under ZeRO-3 has an empty tensor for each parameter; that of an optimizer of DeepSpeed
+    has objects of its own.
+    Raises: TypeError: it is such a part.
+    """
+    name, module = type(value).__name__, type(value).__module__
+    if name in {"ShardedTensor", "FlatParameter"} and module.startswith("torch."):
+        what = f"a {name} of FSDP1, of which each rank has a part"
+        way = "wrap the model by torch.distributed.fsdp.fully_shard (FSDP2), or save under FULL_STATE_DICT"
+    elif (
+        module.startswith("deepspeed.")
+        or hasattr(value, "ds_id")
+        or ("deepspeed" in sys.modules and hasattr(value, "numel") and value.numel() == 0)
+    ):
+        what = "DeepSpeed's, and each rank has a part of it"
+        way = "engine.save_checkpoint(clusterddp.output_dir()) on every rank, then checkpoint.save({}, step=step)"
+    else:
+        return
+    raise TypeError(f"clusterddp.checkpoint.save: {where} is {what}\nhint: {way}; see docs/frameworks.md")

@@ -1,8 +1,9 @@
 """Checkpoints on disk: written completely or not at all, checked before they are read; the newest valid one counts.
 
 A generation is `step-00000123-a0.pt` (step, attempt) and a manifest of the same name that ends in `.json`, written
-after it; without the manifest, with its sum, there is no checkpoint. No file is ever overwritten: an attempt that was
-cut off and still writes, late, cannot change its successor's files.
+after it; without the manifest, with its sum, there is no checkpoint. A sharded state has a file for each rank, too,
+`step-00000123-a0.shard-00002` (see sharded.py), and its sum in the manifest. No file is ever overwritten: an attempt
+that was cut off and still writes, late, cannot change its successor's files.
 
 A thread of rank 0 writes while training goes on; what it writes is a copy. torch is imported when a state is pickled or
 unpickled, so that a script that has not imported it can read manifests.
@@ -14,25 +15,39 @@ import contextlib
 import hashlib
 import io
 import json
+import os
 import re
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir, refuse_if_stale
+from clusterddp.system.file_set import read_sum
 from clusterddp.system.files import write_bytes
 from clusterddp.system.storage import retry_outage
-from clusterddp.wire import read_object
+from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
     from clusterddp.train.group import Group
 
+SHARDS = "clusterddp.shards"
+"""The key in a sharded state under which it says what the shards have; see sharded.py."""
 _WAIT_AFTER_ERROR_S = 10.0
 _GENERATION = re.compile(r"step-\d{8,}-a(?P<attempt>\d+)")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Shard:
+    """The size and the sum of one rank's part of a sharded state."""
+
+    file: str
+    sha256: str
+    bytes: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -48,6 +63,8 @@ class Manifest:
     step: int
     samples: int | None
     created: float
+    shards: tuple[Shard, ...] = ()
+    """By rank; empty: the whole state is in `file`."""
 
     @property
     def age(self) -> tuple[int, int]:
@@ -66,6 +83,10 @@ class Store:
     @property
     def directory(self) -> Path:
         return self.run.checkpoints
+
+    def stem(self, step: int) -> str:
+        """Return the name of the generation that this attempt writes after `step` steps."""
+        return f"step-{step:08d}-a{self.attempt}"
 
 
 class Writer:
@@ -88,8 +109,12 @@ class Writer:
 
     def start(self, state: dict[str, Any]) -> None:
         """Begin to write `state`, which must not change any more; wait for the checkpoint before it."""
+        self.begin(lambda: write_checkpoint(self._store, state))
+
+    def begin(self, write: Callable[[], object]) -> None:
+        """Call `write` in the thread; wait for the checkpoint before it."""
         self.wait()
-        self._thread = threading.Thread(target=self._write, args=(state,), name="checkpoint")
+        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint")
         self._thread.start()
 
     def wait(self) -> None:
@@ -104,46 +129,36 @@ class Writer:
         if error is not None:
             raise error
 
-    def _write(self, state: dict[str, Any]) -> None:
+    def _write(self, write: Callable[[], object]) -> None:
         try:
-            write_checkpoint(self._store, state)
+            write()
         except Exception as error:  # the trainer raises it
             self._error = error
 
 
-def write_checkpoint(store: Store, state: dict[str, Any]) -> Manifest:
+def write_checkpoint(store: Store, state: dict[str, Any], shards: tuple[Shard, ...] = ()) -> Manifest:
     """Commit `state` as the newest checkpoint, then drop the generations beyond `store.keep`.
 
+    `shards` are written already.
     Raises: ClusterddpError: a later attempt of the run has begun; or the file system refuses, and then the
     checkpoints that were there are untouched.
     """
-    import torch
-
-    from clusterddp.train.host_copy import cut_apart
-
-    buffer = io.BytesIO()
-    torch.save(cut_apart(state), buffer)
-    return commit(
-        store, buffer.getbuffer(), step=state["step"], epoch=_whole(state, "epoch"), samples=_whole(state, "samples")
-    )
+    epoch, samples = _whole(state, "epoch"), _whole(state, "samples")
+    return commit(store, encode(state), step=state["step"], epoch=epoch, samples=samples, shards=shards)
 
 
 def commit(
-    store: Store, data: bytes | memoryview, *, step: int, epoch: int | None = None, samples: int | None = None
+    store: Store,
+    data: bytes | memoryview,
+    *,
+    step: int,
+    epoch: int | None = None,
+    samples: int | None = None,
+    shards: tuple[Shard, ...] = (),
 ) -> Manifest:
     """Write `data` durably, then its manifest; wait while the storage is away. See `write_checkpoint`."""
-    return retry_outage(lambda: _commit(store, data, step=step, epoch=epoch, samples=samples))
-
-
-def _commit(store: Store, data: bytes | memoryview, *, step: int, epoch: int | None, samples: int | None) -> Manifest:
-    name = f"step-{step:08d}-a{store.attempt}"
-    path = store.directory / f"{name}.pt"
-    with contextlib.suppress(OSError, ClusterddpError):
-        already = _read_manifest(path.with_suffix(".json"))
-        read_verified(store.directory, already)
-        return already  # a stop right after an epoch's end; writing over it would put it at risk
     manifest = Manifest(
-        file=path.name,
+        file=f"{store.stem(step)}.pt",
         sha256=hashlib.sha256(data).hexdigest(),
         bytes=len(data),
         attempt=store.attempt,
@@ -151,9 +166,18 @@ def _commit(store: Store, data: bytes | memoryview, *, step: int, epoch: int | N
         step=step,
         samples=samples,
         created=time.time(),
+        shards=shards,
     )
-    refuse_if_stale(store.run, store.attempt)
-    _write(path, data)
+    return retry_outage(lambda: _commit(store, data, manifest))
+
+
+def _commit(store: Store, data: bytes | memoryview, manifest: Manifest) -> Manifest:
+    path = store.directory / manifest.file
+    with contextlib.suppress(OSError, ClusterddpError):
+        already = _read_manifest(path.with_suffix(".json"))
+        read_verified(store.directory, already)
+        return already  # a stop right after an epoch's end; writing over it would put it at risk
+    write_file(store, path, data)
     try:
         refuse_if_stale(store.run, store.attempt)
         _write(path.with_suffix(".json"), json.dumps(asdict(manifest), indent=1).encode())
@@ -205,13 +229,32 @@ def newest_attempt(store: Store) -> int | None:
 
 
 def read_verified(directory: Path, manifest: Manifest) -> bytes:
-    """Read a checkpoint's bytes and check them against the manifest, before anything unpickles them."""
+    """Read a checkpoint's bytes and check them and its shards against the manifest, before anything unpickles them."""
     data = (directory / manifest.file).read_bytes()
-    if len(data) != manifest.bytes:
-        raise ClusterddpError(f"{manifest.file} has {len(data):,} bytes, its manifest has {manifest.bytes:,}")
-    if hashlib.sha256(data).hexdigest() != manifest.sha256:
-        raise ClusterddpError(f"{manifest.file} is damaged: its sha256 is not the manifest's")
+    _verify(manifest, len(data), hashlib.sha256(data).hexdigest())
+    with ThreadPoolExecutor() as pool:
+        sums = pool.map(lambda shard: read_sum(os.fsencode(directory / shard.file)), manifest.shards)
+        for shard, content in zip(manifest.shards, sums, strict=True):
+            _verify(shard, (directory / shard.file).stat().st_size, content.hex())
     return data
+
+
+def _verify(expected: Manifest | Shard, num_bytes: int, sha256: str) -> None:
+    if num_bytes != expected.bytes:
+        raise ClusterddpError(f"{expected.file} has {num_bytes:,} bytes, its manifest has {expected.bytes:,}")
+    if sha256 != expected.sha256:
+        raise ClusterddpError(f"{expected.file} is damaged: its sha256 is not the manifest's")
+
+
+def encode(state: Any) -> memoryview:
+    """Pickle a state for `decode`."""
+    import torch
+
+    from clusterddp.train.host_copy import cut_apart
+
+    buffer = io.BytesIO()
+    torch.save(cut_apart(state), buffer)
+    return buffer.getbuffer()
 
 
 def decode(data: bytes, map_location: Any = "cpu") -> dict[str, Any]:
@@ -228,6 +271,15 @@ def _whole(state: dict[str, Any], key: str) -> int | None:
     return value if isinstance(value, int) else None
 
 
+def write_file(store: Store, path: Path, data: bytes | memoryview) -> None:
+    """Write a file of a checkpoint durably; it does not count before there is a manifest.
+
+    Raises: ClusterddpError: as `write_checkpoint`.
+    """
+    refuse_if_stale(store.run, store.attempt)
+    _write(path, data)
+
+
 def _write(path: Path, data: bytes | memoryview) -> None:
     try:
         path.parent.mkdir(mode=0o700, exist_ok=True)
@@ -242,13 +294,19 @@ def _write(path: Path, data: bytes | memoryview) -> None:
 def _read_manifest(path: Path) -> Manifest:
     """Raises: ClusterddpError: the manifest is invalid."""
     try:
-        data = read_object(path.read_bytes())
-        manifest = Manifest(**{field.name: data[field.name] for field in fields(Manifest)})
-    except (ValueError, KeyError, TypeError) as error:
-        raise ClusterddpError(f"not a manifest ({type(error).__name__}: {error})") from error
+        manifest = build(Manifest, read_object(path.read_bytes()))
+    except ValueError as error:
+        raise ClusterddpError(f"not a manifest: {error}") from error
     if manifest.file != f"{path.stem}.pt":
         raise ClusterddpError(f"it names the file {manifest.file!r}, not {path.stem}.pt")
+    names = [shard_name(path.stem, rank) for rank in range(len(manifest.shards))]
+    if [shard.file for shard in manifest.shards] != names:
+        raise ClusterddpError(f"it names shards that are not those of {path.stem}")
     return manifest
+
+
+def shard_name(stem: str, rank: int) -> str:
+    return f"{stem}.shard-{rank:05d}"
 
 
 def _prune(store: Store) -> None:
@@ -276,7 +334,7 @@ def _data_fits(path: Path) -> bool:
     """Return whether the data of the manifest at `path` has its size (its sum is checked when it is read)."""
     try:
         manifest = _read_manifest(path)
-        return (path.parent / manifest.file).stat().st_size == manifest.bytes
+        return all((path.parent / each.file).stat().st_size == each.bytes for each in (manifest, *manifest.shards))
     except (OSError, ClusterddpError):
         return False
 
