@@ -53,9 +53,9 @@ def is_sharded(state: Any, group: Group) -> bool:
     other = next((rank for rank, theirs in enumerate(numbers) if theirs != numbers[0]), None)
     if other is not None:
         raise ClusterddpError(
-            f"clusterddp.checkpoint.save: rank {group.rank} has {len(names)} DTensors in the state, and rank {other} "
-            "has not the same as rank 0",
-            hint="every rank saves a state with the same keys; stages of a pipeline need a run of their own",
+            f"clusterddp.checkpoint.save: the DTensors in the state of rank {other} are not those of rank 0 "
+            f"({len(names)} here)",
+            hint="every rank saves a state with the same keys",
         )
     return number != 0
 
