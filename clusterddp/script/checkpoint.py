@@ -31,17 +31,18 @@ from clusterddp.train.checkpoint import SHARDS, Writer, read_newest_on_all
 if TYPE_CHECKING:
     from clusterddp.train.group import Group, LateMaximum
 
+Template = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 _SAVE, _STOP = 1, 2
 _SETTLE = timedelta(seconds=10)
 """How long the end of the script waits for a question to the other ranks that is still under way."""
 
 
-def load(into: Mapping[str, Any] | None = None, *, map_location: Any = "cpu") -> dict[str, Any] | None:
+def load(into: Template | None = None, *, map_location: Any = "cpu") -> dict[str, Any] | None:
     """Return the newest valid checkpoint, the same on every rank, with its `step`; None when there is none.
 
     Every rank calls it, after `init_process_group`. `map_location` is that of `torch.load`. A checkpoint with DTensors
-    fills the tensors of `into`, a state with the same keys, in place, and returns them in the state: DTensors of any
-    number of ranks, or whole tensors.
+    fills the tensors of `into`, a state with the same keys or a function that returns one, in place, and returns them
+    in the state: DTensors of any number of ranks, or whole tensors.
     Raises: ClusterddpError: there are several ranks and no process group; or `into` lacks a tensor of the checkpoint.
     """
     return _session().load(into, map_location)
@@ -123,13 +124,13 @@ class _Session:
 
         return take_group()
 
-    def load(self, into: Mapping[str, Any] | None, map_location: Any) -> dict[str, Any] | None:
+    def load(self, into: Template | None, map_location: Any) -> dict[str, Any] | None:
         file, state = read_newest_on_all(find_store(), self._group, say, map_location)
         if state is None or SHARDS not in state:
             return state
         from clusterddp.train.sharded import fill
 
-        return fill(state, into, file, find_store(), self._group)
+        return fill(state, into() if callable(into) else into, file, find_store(), self._group)
 
     def due(self, step: int, every: int | None, every_s: float | None) -> bool:
         if self._writer is not None:

@@ -8,7 +8,6 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,7 +17,8 @@ from typing import Any
 import pytest
 
 from clusterddp.run.directory import RunDir
-from tests.support.paths import TESTS
+from tests.support.frameworks import put_torchvision_beside
+from tests.support.paths import ROOT
 from tests.support.person import Person
 from tests.support.slurm_person import SlurmPerson
 from tests.support.ssh_place import SshPlace, ssh_place_on
@@ -39,15 +39,6 @@ SPECS = {
 }
 DATA = {"local": "data", "slurm": "data", "ssh": "~/data"}
 LAST_HOST = {"local": "head", "slurm": "node2", "ssh": "node2"}
-BESIDE_ANOTHER_TORCH = """\
-# torchvision's wheel here was built for another torch. This stands in front of it and has it imported all the same.
-import os, sys
-here = os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
-sys.path[:] = [path for path in sys.path if os.path.realpath(path) != here]
-del sys.modules["torchvision"]
-from clusterddp.train.data.download import import_torchvision
-import_torchvision()
-"""
 
 
 @dataclass(frozen=True)
@@ -66,8 +57,6 @@ class Machines:
 
     cluster: Rack
     laptop: SshPlace
-    beside_another_torch: bool
-    """True: torchvision does not load here by itself; imagenet needs it, and Lightning takes it where it is."""
 
     def run(self, entry: str, prepare: Callable[[Path], object]) -> dict[str, Ended]:
         """Submit an entry on each launcher at once, from a directory that `prepare` has filled; wait for all ends."""
@@ -86,9 +75,7 @@ class Machines:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
         (place.path / "data").mkdir()
         prepare(place.path)
-        if self.beside_another_torch:
-            (place.path / "torchvision").mkdir()
-            (place.path / "torchvision/__init__.py").write_text(BESIDE_ANOTHER_TORCH)
+        put_torchvision_beside(place.path)
         filled = entry.replace("DATA", DATA[launcher])
         return place.submit(f"name: third-party\ndevice: cpu\n{SPECS[launcher]}entry: {filled}\n")
 
@@ -109,8 +96,7 @@ def machines(rack: Rack) -> Iterator[Machines]:
         nodes=["node1", "node2"], private_hosts=True, slurm=False, python_packages=("torch", "torchvision", *LIBRARIES)
     )
     with running_rack(plan) as lan, ssh_place_on(lan) as laptop:
-        loaded = subprocess.run([sys.executable, "-c", "import torchvision"], check=False, capture_output=True)
-        yield Machines(rack, laptop, beside_another_torch=loaded.returncode != 0)
+        yield Machines(rack, laptop)
 
 
 @pytest.fixture(scope="module")
@@ -145,15 +131,12 @@ def check_one_group(ends: Mapping[str, Ended]) -> None:
 
 
 def copy(script: str) -> Callable[[Path], object]:
-    return lambda place: shutil.copy(TESTS / script, place)
+    return lambda place: shutil.copy(ROOT / "jobs" / "frameworks" / script, place)
 
 
-def test_a_script_for_lightning_runs_as_one_group_on_every_launcher(machines: Machines) -> None:
-    check_one_group(machines.run("{script: with_lightning.py}", copy("third_party/with_lightning.py")))
-
-
-def test_a_script_for_accelerate_runs_as_one_group_on_every_launcher(machines: Machines) -> None:
-    check_one_group(machines.run("{script: with_accelerate.py}", copy("third_party/with_accelerate.py")))
+@pytest.mark.parametrize("script", ["lightning_ddp.py", "accelerate_ddp.py", "fsdp2.py"])
+def test_a_script_of_a_framework_runs_as_one_group_on_every_launcher(machines: Machines, script: str) -> None:
+    check_one_group(machines.run(f"{{script: {script}}}", copy(script)))
 
 
 def test_imagenet_of_pytorch_examples_runs_as_one_group_on_every_launcher(machines: Machines, examples: Path) -> None:
@@ -176,7 +159,12 @@ def test_imagenet_of_pytorch_examples_runs_as_one_group_on_every_launcher(machin
 
 
 def test_what_a_rank_of_a_script_for_lightning_raises_is_the_root_cause_on_every_launcher(machines: Machines) -> None:
-    ends = machines.run("{script: with_lightning.py, args: [--fail-rank, 3]}", copy("third_party/with_lightning.py"))
+    def prepare(place: Path) -> None:
+        text = (ROOT / "jobs" / "frameworks" / "lightning_ddp.py").read_text()
+        bad = "        if batch_idx == 1 and self.global_rank == 3:\n            raise ValueError('batch 1 is bad')\n"
+        (place / "bad.py").write_text(text.replace("        return loss\n", f"{bad}        return loss\n"))
+
+    ends = machines.run("{script: bad.py}", prepare)
     for launcher, end in ends.items():
         cause = end.status["root_cause"]
         assert (launcher, end.status["state"], end.exit_code) == (launcher, "FAILED", 5), end
