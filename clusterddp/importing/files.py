@@ -101,6 +101,9 @@ GLUON_SECTION = "DDP_CONFIG"
 _WORDS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
 _PLAIN = frozenset({"NO", "MULTI_GPU", "MULTI_CPU"})
+_SHARDING_KINDS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"})
+_SHARDING = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "tp_config")
+DEEPSPEED_MARK = "zero_optimization"
 _RENDEZVOUS = ("machine_rank", "rdzv_backend", "rdzv_conf", "same_network", "main_process_port", "monitor_interval")
 _SWITCHES = {
     "mixed_precision": "ACCELERATE_MIXED_PRECISION",
@@ -156,8 +159,12 @@ def read_values(node: tree.Node) -> Any:
 
 
 def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
-    """Read a config file of `accelerate config` into `findings`."""
+    """Read a config file of `accelerate config` into `findings`.
+
+    Raises: UsageError: it shards the model, or a number is wrong.
+    """
     config = Section(data, findings)
+    refuse_sharding(data, findings.source)
     nodes = config.take_count("num_machines") or 1
     _set_accelerate_sizes(config, nodes, findings)
     _set_accelerate_hosts(config, nodes, findings)
@@ -168,6 +175,29 @@ def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
     config.lose_rest("a spec has no key for it", usual=_USUAL)
     findings.set("entry.script", "train.py")
     findings.lose("entry.script", "the file names no script: write yours in place of train.py")
+
+
+def refuse_sharding(data: Mapping[str, Any], source: str) -> None:
+    """Refuse a config of FSDP, DeepSpeed, ...: a spec has only sizes, and its ranks would train by plain DDP.
+
+    Raises: UsageError: it is one.
+    """
+    kind = str(data.get("distributed_type")).upper()
+    if DEEPSPEED_MARK in data:
+        found, hint = f"it has {DEEPSPEED_MARK}", f"entry: {{script: train.py, args: [--deepspeed_config, {source}]}}"
+    elif kind in _SHARDING_KINDS or any(map(data.get, _SHARDING)):
+        found = f"distributed_type is {kind}"
+        if kind not in _SHARDING_KINDS:
+            found = f"it has {next(filter(data.get, _SHARDING))}"
+        hint = (
+            f"entry: {{command: [accelerate, launch, --config_file, {source}, --num_machines, '{{num_nodes}}', "
+            "--machine_rank, '{node_rank}', --main_process_ip, '{master_addr}', --main_process_port, '{master_port}', "
+            "train.py], owns_ranks: true}"
+        )
+    else:
+        return
+    why = "the model is sharded, a spec has no key for that, and its ranks would train by plain DDP"
+    raise UsageError(f"{source}: {found}: {why}", hint=f"the script or its launcher reads the file: {hint}")
 
 
 def _set_accelerate_sizes(config: Section, nodes: int, findings: Findings) -> None:

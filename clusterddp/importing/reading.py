@@ -12,6 +12,7 @@ from typing import Any, Literal, get_args
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.importing.files import (
     ACCELERATE_MARKS,
+    DEEPSPEED_MARK,
     GLUON_SECTION,
     Fate,
     Findings,
@@ -135,7 +136,7 @@ def _kind_of(path: Path, text: str) -> Kind:
         return "env"
     if re.search(rf"^{GLUON_SECTION}\s*:", text, re.MULTILINE):
         return "gluoncv"
-    if any(re.search(rf"^{mark}\s*:", text, re.MULTILINE) for mark in ACCELERATE_MARKS):
+    if re.search(rf'^(?:{"|".join(ACCELERATE_MARKS)})\s*:|"{DEEPSPEED_MARK}"\s*:', text, re.MULTILINE):
         return "accelerate"
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]

@@ -91,7 +91,7 @@ def read_batch_script(text: str, findings: Findings) -> None:
     program = [word.text for word in launch.program]
     if hide_secret_arguments({"args": program})["args"] != program:
         findings.refuse(program[0], "an argument that looks like a secret", line)
-    if launch.kind == "command" and (inner := name_launcher(launch.program)):
+    if inner := name_launcher(launch.program if launch.kind == "command" else launch.program[:1]):
         findings.refuse(chosen.statement.text, f"{inner} inside another command", line)
     given = read_srun(launch.srun or [], job, line, findings)
     sizes = read_sizes(given, findings.refuse)

@@ -20,8 +20,8 @@ _PROGRAMS = _OF_MPI | words("srun torchrun deepspeed horovodrun composer")
 _SUBCOMMANDS = {"accelerate": "launch", "tune": "run", "lightning": "run", "fabric": "run", "colossalai": "run"}
 """Programs that start ranks by one of their commands only."""
 _MODULES = words(
-    "torch.distributed.run torch.distributed.launch accelerate.commands.launch deepspeed deepspeed.launcher.runner "
-    "horovod.runner.launch composer.cli.launcher"
+    "torch.distributed.run torch.distributed.launch accelerate.commands.launch accelerate.commands.accelerate_cli "
+    "deepspeed deepspeed.launcher.runner deepspeed.launcher.launch horovod.runner.launch composer.cli.launcher"
 )
 NAMES = _PROGRAMS | _MODULES | words("accelerate sbatch salloc")
 """Words that name a launcher, or what queues a job."""

@@ -100,3 +100,17 @@ def shards_of(run: RunDir, step: int) -> list[dict[Any, Any]]:
     files = [shard["file"] for shard in (read_json(manifest) or {})["shards"]]
     loaded = [torch.load(run.checkpoints / file, weights_only=True) for file in files]
     return [{key: tensor.tolist() for key, tensor in shard.items()} for shard in loaded]
+
+
+def test_the_empty_parameters_of_zero_3_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("deepspeed")
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(ROOT / "jobs" / "frameworks", tmp_path / "jobs" / "frameworks")
+    script = tmp_path / "jobs" / "frameworks" / "deepspeed_zero.py"
+    text = script.read_text().replace('{"stage": 3}', '{"stage": 3, "stage3_param_persistence_threshold": 0}')
+    script.write_text(text.replace("checkpoint.save({}", 'checkpoint.save({"model": engine.module.state_dict()}'))
+    run = clusterddp.submit("jobs/frameworks/deepspeed_zero.yaml")
+    assert run.wait(PATIENCE * 300) == "FAILED"
+    assert (
+        "state['model']['weight'] is DeepSpeed's, and each rank has a part of it" in run.status()["root_cause"]["error"]
+    )

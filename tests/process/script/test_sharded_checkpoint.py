@@ -273,3 +273,25 @@ def replicate(group: Group, run: str) -> tuple[list[int], list[float]]:
 @pytest.mark.slow
 def test_of_a_part_that_several_ranks_have_one_writes_it(gang: Gang, run: RunDir) -> None:
     assert gang.run(4, replicate, str(run.path)) == [([1, 1, 0, 0], [0, 1, 2, 3, 4, 5])] * 4
+
+
+def save_fsdp1(group: Group, run: str) -> str:
+    from torch.distributed.fsdp import FullyShardedDataParallel, StateDictType
+
+    enter(Path(run), 0)
+    model = FullyShardedDataParallel(torch.nn.Linear(4, 4), device_id=torch.device("cpu"))
+    FullyShardedDataParallel.set_state_dict_type(model, StateDictType.SHARDED_STATE_DICT)
+    try:
+        checkpoint.save({"model": model.state_dict()}, step=1)
+    except TypeError as error:
+        return str(error)
+    return "saved"
+
+
+@pytest.mark.slow
+def test_the_parts_of_fsdp1_are_refused(gang: Gang, run: RunDir) -> None:
+    first = gang.run(2, save_fsdp1, str(run.path))[0]
+    start = "clusterddp.checkpoint.save: state['model']['weight'] is a ShardedTensor of FSDP1, of which each rank has a part"
+    assert first.startswith(start)
+    assert "fully_shard" in first
+    assert not list(run.checkpoints.glob("*"))

@@ -95,9 +95,29 @@ def test_sizes_and_precision_of_accelerate_are_imported(tmp_path: Path) -> None:
 
 
 def test_what_an_accelerate_config_lacks_is_listed(tmp_path: Path) -> None:
-    found = written(tmp_path, "acc.yaml", ACCELERATE.replace("MULTI_GPU", "FSDP") + "fsdp_config: {a: 1}\n")
+    found = written(tmp_path, "acc.yaml", ACCELERATE + "fsdp_config: {}\ndynamo_config: {a: 1}\n")
     lost = {each.text.partition(":")[0] for each in found.left if each.fate == "lost"}
-    assert lost == {"distributed_type", "main_process_ip", "fsdp_config", "entry.script"}
+    assert lost == {"main_process_ip", "fsdp_config", "dynamo_config", "entry.script"}
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        (ACCELERATE.replace("MULTI_GPU", "FSDP"), "distributed_type is FSDP"),
+        (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED"), "distributed_type is DEEPSPEED"),
+        (ACCELERATE.replace("MULTI_GPU", "MEGATRON_LM"), "distributed_type is MEGATRON_LM"),
+        (ACCELERATE + "fsdp_config: {fsdp_version: 2}\n", "it has fsdp_config"),
+        (ACCELERATE + "deepspeed_config: {zero_stage: 3}\n", "it has deepspeed_config"),
+        (ACCELERATE + "parallelism_config: {parallelism_config_tp_size: 2}\n", "it has parallelism_config"),
+        ('{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 3}\n}\n', "it has zero_optimization"),
+    ],
+)
+def test_a_config_that_shards_the_model_never_becomes_plain_ddp(tmp_path: Path, text: str, what: str) -> None:
+    with pytest.raises(UsageError) as caught:
+        written(tmp_path, "fsdp.yaml", text)
+    assert f"fsdp.yaml: {what}: " in caught.value.message
+    how = "args: [--deepspeed_config, " if "zero" in what else "[accelerate, launch, --config_file, "
+    assert how in str(caught.value.hint)
 
 
 def test_a_hostfile_and_deepspeeds_variables_make_one_spec(tmp_path: Path) -> None:
