@@ -180,7 +180,8 @@ def _commit(store: Store, data: bytes | memoryview, manifest: Manifest) -> Manif
     write_file(store, path, data)
     try:
         refuse_if_stale(store.run, store.attempt)
-        _write(path.with_suffix(".json"), json.dumps(asdict(manifest), indent=1).encode())
+        content = {key: value for key, value in asdict(manifest).items() if value or key != "shards"}
+        _write(path.with_suffix(".json"), json.dumps(content, indent=1).encode())
     except ClusterddpError:
         path.unlink(missing_ok=True)
         raise

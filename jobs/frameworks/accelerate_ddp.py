@@ -31,7 +31,8 @@ while step < steps:
         clusterddp.log({"loss": loss}, step=step, total=steps)
         if checkpoint.due(step):
             weights = accelerator.unwrap_model(model).state_dict()
-            checkpoint.save({"model": weights, "optimizer": optimizer.state_dict()}, step=step)
+            moments = optimizer.state_dict()
+            checkpoint.save({"model": weights, "optimizer": moments}, step=step)
         if step == steps:
             break
 

@@ -18,9 +18,10 @@ torch.manual_seed(0)
 model = torch.nn.Linear(1, 1)
 engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=CONFIG)
 
-saved = checkpoint.load()  # its step; the state is in DeepSpeed's own files
+saved = checkpoint.load()  # the step; the state is in DeepSpeed's files
 if saved:
-    engine.load_checkpoint(str(clusterddp.output_dir()), tag=f"step-{saved['step']}")
+    tag = f"step-{saved['step']}"
+    engine.load_checkpoint(str(clusterddp.output_dir()), tag=tag)
 
 for step in range(saved["step"] + 1 if saved else 1, STEPS + 1):
     inputs = torch.randn(4, 1, generator=torch.Generator().manual_seed(1000 * step + engine.global_rank))
@@ -29,8 +30,8 @@ for step in range(saved["step"] + 1 if saved else 1, STEPS + 1):
     engine.backward(loss)
     engine.step()
     clusterddp.log({"loss": loss}, step=step, total=STEPS)
-    if checkpoint.due(step, every=20):
-        engine.save_checkpoint(str(clusterddp.output_dir()), tag=f"step-{step}")  # on every rank
+    if checkpoint.due(step, every=20):  # on all ranks
+        engine.save_checkpoint(str(clusterddp.output_dir()), tag=f"step-{step}")
         checkpoint.save({}, step=step)
 
 with deepspeed.zero.GatheredParameters(model.weight):

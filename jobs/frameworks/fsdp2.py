@@ -29,9 +29,10 @@ def state():
     return {"model": weights, "optimizer": moments}
 
 
-saved = checkpoint.load(state)  # None at the first start; then `state` is not called
+saved = checkpoint.load(state)  # fills what `state` returns
 if saved:
-    set_state_dict(model, optimizer, model_state_dict=saved["model"], optim_state_dict=saved["optimizer"])
+    weights, moments = saved["model"], saved["optimizer"]
+    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
 
 for step in range(saved["step"] + 1 if saved else 1, STEPS + 1):
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())

@@ -26,7 +26,9 @@ class Slope(L.LightningModule):
 
 class Stop(L.Callback):
     def on_train_batch_end(self, trainer, *_):
-        if trainer.strategy.reduce_boolean_decision(clusterddp.should_stop(), all=False):  # all ranks at the same step
+        asked = clusterddp.should_stop()
+        # All ranks stop at the same step.
+        if trainer.strategy.reduce_boolean_decision(asked, all=False):
             trainer.should_stop = True
 
 
@@ -44,7 +46,8 @@ def main():
         callbacks=[Stop()],
     )
     model = Slope()
-    trainer.fit(model, loader, ckpt_path=str(last) if clusterddp.resumed_from() and last.exists() else None)
+    again = clusterddp.resumed_from() and last.exists()
+    trainer.fit(model, loader, ckpt_path=str(last) if again else None)
     trainer.save_checkpoint(last)
     print(f"rank {trainer.global_rank} of {trainer.world_size}: {model.layer.weight.item():.6f}")
 

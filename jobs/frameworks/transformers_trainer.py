@@ -24,7 +24,7 @@ class Report(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         clusterddp.progress(state.global_step, state.max_steps)
-        if checkpoint.due(state.global_step):  # at a stop, on all ranks at the same step
+        if checkpoint.due(state.global_step):  # the same answer on all ranks
             control.should_save = control.should_training_stop = True
 
 
@@ -41,5 +41,7 @@ arguments = TrainingArguments(
 )
 model = Slope()
 trainer = Trainer(model, arguments, train_dataset=[{"x": x, "labels": 3 * x} for x in points], callbacks=[Report()])
-trainer.train(resume_from_checkpoint=get_last_checkpoint(arguments.output_dir) if clusterddp.resumed_from() else None)
+again = clusterddp.resumed_from()
+newest = get_last_checkpoint(arguments.output_dir) if again else None
+trainer.train(resume_from_checkpoint=newest)
 print(f"rank {arguments.process_index} of {arguments.world_size}: {model.layer.weight.item():.6f}")
