@@ -43,7 +43,7 @@ _GENERATION = re.compile(r"step-\d{8,}-a(?P<attempt>\d+)")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shard:
-    """The size and the sum of one rank's part of a sharded state."""
+    """The size and the sum of a file: one rank's part of a sharded state."""
 
     file: str
     sha256: str
@@ -51,12 +51,9 @@ class Shard:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Manifest:
+class Manifest(Shard):
     """The size, the sum and the origin of a checkpoint's data."""
 
-    file: str
-    sha256: str
-    bytes: int
     attempt: int
     epoch: int | None
     """None, as `samples`: a script has written it."""
@@ -240,7 +237,7 @@ def read_verified(directory: Path, manifest: Manifest) -> bytes:
     return data
 
 
-def _verify(expected: Manifest | Shard, num_bytes: int, sha256: str) -> None:
+def _verify(expected: Shard, num_bytes: int, sha256: str) -> None:
     if num_bytes != expected.bytes:
         raise ClusterddpError(f"{expected.file} has {num_bytes:,} bytes, its manifest has {expected.bytes:,}")
     if sha256 != expected.sha256:

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -80,37 +80,33 @@ def write_sharded(store: Store, group: Group, rest: dict[str, Any], chunks: Chun
     Raises: ClusterddpError: a rank could not write; it is the same error on every rank.
     """
     stem = store.stem(rest["step"])
-    owned = gather_on_first([(*key, tuple(chunk.shape)) for key, chunk in chunks.items() if chunk.numel()], group)
+    owned = gather_on_first([(*key, tuple(chunk.shape)) for key, chunk in chunks.items()], group)
     place = _on_first(lambda: _prepare(store, stem, owned or []), group)
     if place is None:
         return
     index, probe = place
     mine = [(name, offset) for name, rows in index.items() for rank, offset, _ in rows if rank == group.rank]
-    data, error = encode({key: chunks[key] for key in mine}), ""
-    shard: dict[str, Any] = {
-        "file": shard_name(stem, group.rank),
-        "sha256": hashlib.sha256(data).hexdigest(),
-        "bytes": len(data),
-    }
+    data = encode({key: chunks[key] for key in mine})
+    name, content = shard_name(stem, group.rank), hashlib.sha256(data).hexdigest()
     is_seen = (store.directory / probe).exists()
-    if is_seen:
-        error = _try_write(store, store.directory / shard["file"], data)
-    rows = gather_on_first((shard, is_seen, error), group)
+    error = _try_write(store, name, data) if is_seen else ""
+    rows = gather_on_first((name, content, len(data), is_seen, error), group)
     if not is_seen:
         dist.send(torch.frombuffer(data, dtype=torch.uint8), dst=0, group=group.control)
 
     def commit() -> None:
-        errors = []
-        for rank, (their, was_seen, failure) in enumerate(rows or []):
+        errors, shards = [], []
+        for rank, (file, sha256, num_bytes, was_seen, failure) in enumerate(rows or []):
             if not was_seen:
-                received = bytearray(their["bytes"])
+                received = bytearray(num_bytes)
                 dist.recv(torch.frombuffer(received, dtype=torch.uint8), src=rank, group=group.control)
-                errors.append(_try_write(store, store.directory / their["file"], received))
+                errors.append(_try_write(store, file, received))
             errors.append(failure and f"rank {rank}: {failure}")
+            shards.append(Shard(file=file, sha256=sha256, bytes=num_bytes))
         (store.directory / probe).unlink(missing_ok=True)
         if found := next(filter(None, errors), None):
             raise ClusterddpError(found)
-        write_checkpoint(store, rest | {SHARDS: index}, tuple(Shard(**their) for their, _, _ in rows or []))
+        write_checkpoint(store, rest | {SHARDS: index}, tuple(shards))
 
     _on_first(commit, group)
 
@@ -139,7 +135,7 @@ def fill(
             hint="load(into={...}) fills the tensors of a state with the keys that were saved; see docs/frameworks.md",
         )
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    planner.set_up_planner(targets, Metadata({name: _describe(metas[name], index[name]) for name in metas}))
+    planner.set_up_planner(targets, Metadata({name: _describe(meta, index[name]) for name, meta in metas.items()}))
     wanted: dict[int, list[ReadItem]] = {}
     for item in planner.create_local_plan().items:
         saved = item.storage_index
@@ -162,22 +158,21 @@ def _prepare(store: Store, stem: str, owned: list[list[Any]]) -> tuple[dict[str,
     """
     if (store.directory / f"{stem}.json").exists():
         return None
-    index: dict[str, list[Row]] = {}
-    seen = set()
+    index: dict[str, dict[Offset, Row]] = {}
     for rank, rows in enumerate(owned):
         for name, offset, shape in rows:
-            if (name, offset) not in seen:
-                seen.add((name, offset))
-                index.setdefault(name, []).append((rank, offset, shape))
+            chunks = index.setdefault(name, {})
+            if 0 not in shape:
+                chunks.setdefault(offset, (rank, offset, shape))
     probe = f".{stem}.probe-{uuid.uuid4().hex}"
     retry_outage(lambda: write_file(store, store.directory / probe, b""))
-    return index, probe
+    return {name: list(chunks.values()) for name, chunks in index.items()}, probe
 
 
-def _try_write(store: Store, path: Path, data: bytearray | memoryview) -> str:
+def _try_write(store: Store, file: str, data: bytearray | memoryview) -> str:
     """Write a shard; return the error as text."""
     try:
-        retry_outage(lambda: write_file(store, path, memoryview(data)))
+        retry_outage(lambda: write_file(store, store.directory / file, memoryview(data)))
     except (ClusterddpError, OSError) as error:
         return str(error)
     return ""

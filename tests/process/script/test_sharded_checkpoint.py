@@ -261,18 +261,22 @@ def replicate(group: Group, run: str) -> tuple[list[int], list[float]]:
 
     directory = enter(Path(run), 0)
     mesh = torch.distributed.init_device_mesh("cpu", (2, 2))
-    whole = torch.arange(6.0)
-    checkpoint.save({"x": distribute_tensor(whole, mesh, [Replicate(), Shard(0)])}, step=1)
+    wholes = {"x": torch.arange(6.0), "empty": torch.zeros(0, 3)}
+    layout = [Replicate(), Shard(0)]
+    state = {name: distribute_tensor(whole, mesh, layout) for name, whole in wholes.items()}
+    state["number"] = distribute_tensor(torch.tensor(7.0), mesh, [Replicate(), Replicate()])
+    checkpoint.save(state, step=1)
     checkpoint.wait()
     shards = [torch.load(path, weights_only=True) for path in sorted(directory.checkpoints.glob("*.shard-*"))]
-    saved = checkpoint.load({"x": torch.zeros(6)})
+    saved = checkpoint.load({"x": torch.zeros(6), "empty": torch.zeros(0, 3), "number": torch.zeros(())})
     assert saved is not None
-    return [len(shard) for shard in shards], saved["x"].tolist()
+    assert saved["empty"].device.type == "cpu"
+    return [len(shard) for shard in shards], [*saved["x"].tolist(), saved["number"].item()]
 
 
 @pytest.mark.slow
 def test_of_a_part_that_several_ranks_have_one_writes_it(gang: Gang, run: RunDir) -> None:
-    assert gang.run(4, replicate, str(run.path)) == [([1, 1, 0, 0], [0, 1, 2, 3, 4, 5])] * 4
+    assert gang.run(4, replicate, str(run.path)) == [([2, 1, 0, 0], [0, 1, 2, 3, 4, 5, 7])] * 4
 
 
 def save_fsdp1(group: Group, run: str) -> str:
