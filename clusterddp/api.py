@@ -14,11 +14,11 @@ import html
 import inspect
 import json
 import os
-import re
 import reprlib
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent import futures
 from dataclasses import dataclass
@@ -198,12 +198,13 @@ class Run:
         """
         self._dir()
         with _futures_lock:
-            if not _futures:
+            is_first = not _futures
+            future = _futures.setdefault(self, futures.Future())
+            if not future.running():
+                future.set_running_or_notify_cancel()  # so its `cancel` says False
+            if is_first:  # a thread ends when it finds no future
                 threading.Thread(target=_settle_futures, name="clusterddp-futures", daemon=True).start()
-            if self not in _futures:
-                _futures[self] = futures.Future()
-                _futures[self].set_running_or_notify_cancel()  # so its `cancel` says False
-            return _futures[self]
+            return future
 
     def add_done_callback(self, function: Callable[[Run], Any]) -> None:
         """Call `function` with this run once it has ended, in a thread of this process."""
@@ -296,9 +297,9 @@ def _settle_futures() -> None:
     from clusterddp.places.ssh.sync import Synchroniser
     from clusterddp.places.state import announce, read_state
 
-    while waiting := _waiting():
+    while waiting := {run: RunDir(run.path) for run in _futures.copy()}:
         with Synchroniser(waiting.values(), os.environ) as sync:
-            while _waiting().keys() == waiting.keys():
+            while _futures.copy().keys() == waiting.keys():
                 sync.update()
                 with contextlib.suppress(ClusterddpError, OSError):
                     announce([(directory, read_run(directory)) for directory in waiting.values()])
@@ -306,11 +307,6 @@ def _settle_futures() -> None:
                     if read_state(directory).finished or not directory.path.exists():
                         _settle(run)
                 time.sleep(_POLL_S)
-
-
-def _waiting() -> dict[Run, RunDir]:
-    with _futures_lock:
-        return {run: RunDir(run.path) for run in _futures}
 
 
 def _settle(run: Run) -> None:
@@ -322,12 +318,10 @@ def _settle(run: Run) -> None:
     except Exception as reason:  # also one of loading the results
         error = reason
     with _futures_lock:
-        future = _futures.pop(run, None)
-    if future is None:
-        return  # another such thread was faster
-    if error is not None:
+        future = _futures.pop(run, None)  # None: another such thread was faster
+    if future and error:
         future.set_exception(error)
-    else:
+    elif future:
         future.set_result(values[0] if values else None)
 
 
@@ -404,11 +398,12 @@ def plan(
     place = Path.cwd() if working_dir is None else Path(working_dir)
     request = Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ)
     if callable(spec):
-        from clusterddp.places.functions import pickle_call
+        from clusterddp.places.functions import environ_of_ranks, pickle_call
 
         call = pickle_call(spec, args, kwargs or {})
         resolved = _spec_of_call(call, words, base=base, profile=profile, hosts=hosts)
-        return plan_run(resolved, dataclasses.replace(request, environ=_environ_of_calls(), submission=call.data))
+        environ = environ_of_ranks(os.environ)
+        return plan_run(resolved, dataclasses.replace(request, environ=environ, submission=call.data))
     if args or kwargs or base is not None:
         raise UsageError("args, kwargs and base go with a function", hint="entry.args=[...] among the overrides")
     if isinstance(spec, Path | str | Mapping):
@@ -450,6 +445,7 @@ def submit(
             raise UsageError("a plan cannot be changed", hint="pass these arguments to plan(...)")
         return Run(carry_out(spec).run_dir)
     chosen = plan(spec, overrides, args=args, kwargs=kwargs, base=base, profile=profile, hosts=hosts, runs_dir=runs_dir)
+    _warn(chosen.notes)
     return Run(carry_out(chosen).run_dir)
 
 
@@ -483,7 +479,6 @@ _OF_SUBMITIT = {
     "mem_gb": 'resources={"memory_gb": ...}',
     "tasks_per_node": 'resources={"procs_per_node": ...}',
     **{key: f'resources={{"{key}": ...}}' for key in ("nodes", "gpus_per_node", "cpus_per_task")},
-    "slurm_array_parallelism": "parallel=...",
     "array_parallelism": "parallel=...",
     "stderr_to_stdout": "Run.logs(), which has both",
 }
@@ -538,10 +533,10 @@ class Executor:
         if self._batch:
             raise UsageError("the calls of a batch share their parameters", hint="update them above the `with` block")
         for key in keys:
-            new = _OF_SUBMITIT.get(key)
-            if new is None and (option := re.fullmatch(r"slurm_(\w+)", key)):
-                inner = _OF_SUBMITIT.get(option[1])
-                new = inner or f'slurm={{"{option[1]}": ...}}, with any of sbatch\'s options'
+            option = key.removeprefix("slurm_")
+            new = _OF_SUBMITIT.get(key) or _OF_SUBMITIT.get(option)
+            if option != key and not new:
+                new = f'slurm={{"{option}": ...}}, with any of sbatch\'s options'
             if new:
                 raise UsageError(f"{key} is submitit's name", hint=f"here it is {new}")
         for key, value in keys.items():
@@ -595,6 +590,7 @@ class Executor:
             self._submit_batch(batch)
 
     def _submit_batch(self, batch: Sequence[tuple[Call, Run]]) -> None:
+        from clusterddp.places.functions import environ_of_ranks
         from clusterddp.spec.sweep import SweepSpec, Variant
 
         calls, runs = zip(*batch, strict=True)
@@ -608,7 +604,7 @@ class Executor:
         keys = tuple(dict.fromkeys(key for call in calls for key in call.values))
         spec = SweepSpec(keys=keys, variants=tuple(variants), throttle=self._parallel)
         runs_dir, name = self._sweep.parent, self._sweep.name
-        submitted = _submit_all(spec, runs_dir=runs_dir, environ=_environ_of_calls(), name=name)
+        submitted = _submit_all(spec, runs_dir=runs_dir, environ=environ_of_ranks(os.environ), name=name)
         for run, now in zip(runs, submitted, strict=True):
             object.__setattr__(run, "path", now.path)  # another submit may have taken the name meanwhile
 
@@ -617,8 +613,18 @@ def _submit_all(spec: SweepSpec, *, runs_dir: Path, environ: Mapping[str, str], 
     from clusterddp.submission.sweep_array import submit_sweep as carry_out
     from clusterddp.submission.sweep_plan import plan_sweep
 
-    submitted = carry_out(plan_sweep(spec, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, name=name))
+    chosen = plan_sweep(spec, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, name=name)
+    _warn(chosen.notes)
+    submitted = carry_out(chosen)
     return [Run(submitted.run_dir / run) for run in submitted.runs]
+
+
+def _warn(notes: Iterable[str]) -> None:
+    """Give the notes of a plan, which the command prints, as warnings at the caller's line."""
+    ours = {__file__, contextlib.__file__}
+    level = next((level for level, frame in enumerate(inspect.stack(0), 1) if frame.filename not in ours), 1)
+    for note in notes:
+        warnings.warn(note, stacklevel=level)
 
 
 def _spec_of_call(call: Call, words: Sequence[str], *, base: Any, **place: Any) -> ResolvedSpec:
@@ -626,12 +632,6 @@ def _spec_of_call(call: Call, words: Sequence[str], *, base: Any, **place: Any) 
     source = {"name": call.name} if base is None else base
     changes = ["~train", "~entry", f"entry={_yaml('entry', {'function': call.function})}"]
     return load_spec(source, [*changes, *words], **place)
-
-
-def _environ_of_calls() -> dict[str, str]:
-    from clusterddp.places.functions import paths_of_ranks
-
-    return os.environ | {"PYTHONPATH": paths_of_ranks(os.environ)}
 
 
 def _runs_dir(named: Path | str | None) -> Path:

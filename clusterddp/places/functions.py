@@ -69,11 +69,11 @@ def pickle_call(function: Callable[..., Any], args: Sequence[Any], kwargs: Mappi
     return Call(name=name[:64], function=f"{place}({_show(function, args, kwargs)})", data=data, values=shown)
 
 
-def paths_of_ranks(environ: Mapping[str, str]) -> str:
-    """Return a PYTHONPATH with the directories of this process's modules, so that ranks find them in the snapshot."""
+def environ_of_ranks(environ: Mapping[str, str]) -> dict[str, str]:
+    """Add the directories of this process's modules to PYTHONPATH, so that ranks find them in the snapshot."""
     named = environ.get("PYTHONPATH", "").split(os.pathsep)
     here = [path for path in sys.path if not path.startswith((sys.prefix, sys.base_prefix))]
-    return os.pathsep.join(dict.fromkeys(filter(None, [*named, *here])))
+    return {**environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(filter(None, [*named, *here])))}
 
 
 def write_submission(run: RunDir, data: bytes | None, parent: RunDir | None, *, here: bool) -> None:

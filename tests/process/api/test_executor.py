@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable
 from concurrent import futures
 from pathlib import Path
@@ -181,6 +182,19 @@ def test_parameters_are_updated_key_by_key_and_any_key_of_a_spec_is_one(tmp_path
     assert run.results(60) == ["a, {b}"]
     job = clusterddp.load_spec(run.path / "spec.yaml").job
     assert (job.resources.world_size, str(job.resources.time), job.network.backend) == (1, "1:00:00", "gloo")
+
+
+def test_the_notes_of_a_plan_are_warnings_also_of_a_map_and_of_a_sweep() -> None:
+    memory = {"memory_gb": 1}
+    executor = clusterddp.Executor(resources=memory)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        runs = [executor.submit(divide, 1), *executor.map(divide, [1])]
+        runs += clusterddp.submit_sweep("job.yaml", {"env.SEED": [5]}, {"resources": memory})
+    warned = [each for each in warned if each.category is UserWarning]
+    assert [str(each.message) for each in warned].count("resources.memory_gb is not enforced on this machine") == 3
+    assert {Path(each.filename).name for each in warned} == {Path(__file__).name}
+    assert [run.wait(60) for run in runs] == ["COMPLETED"] * 3
 
 
 @pytest.mark.parametrize(
