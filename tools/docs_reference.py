@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 import itertools
 import re
@@ -108,7 +109,13 @@ def make_pages() -> dict[Path, str]:
 
 
 def commands_page() -> str:
-    lines = head("Commands", "What `clusterddp COMMAND -h` prints.")
+    lines = head("Commands", "What `clusterddp COMMAND -h` prints, without the options that most commands have:")
+    lines += [
+        "* `--runs DIR`: the directory of the runs (`CLUSTERDDP_RUNS`; `runs_dir` of `clusterddp.yaml`; `./runs`).",
+        "* `--profile NAME`: where to run, a profile of `~/.config/clusterddp/config.yaml`.",
+        "* `-o json`: print JSON, for scripts. `-h`: show this help.",
+        "",
+    ]
     group = command_line.cli
     context = click.Context(group, info_name="clusterddp", obj=Terminal({}), **group.context_settings)
     for name in group.list_commands(context):
@@ -183,14 +190,26 @@ def _first_line(room: str) -> str:
 
 def _help(command: click.Command, name: str, parent: click.Context) -> list[str]:
     width = CODE_WIDTH
-    context = click.Context(command, info_name=name, parent=parent, max_content_width=width, terminal_width=width)
-    lines = ["```text", *_narrow(command.get_help(context).splitlines()), "```", ""]
+    short = copy.copy(command)
+    short.params = [each for each in command.params if not _is_common(each)]
+    short.add_help_option = isinstance(command, click.Group)
+    context = click.Context(short, info_name=name, parent=parent, max_content_width=width, terminal_width=width)
+    text = short.get_help(context)
+    usage = f"Usage: clusterddp {name}"
+    if "[OPTIONS]" not in text.splitlines()[0]:
+        text = text.replace(usage, f"{usage} [OPTIONS]", 1)
+    lines = ["```text", *_narrow(text.splitlines()), "```", ""]
     if isinstance(command, click.Group):
         for inner in command.list_commands(context):
             found = command.get_command(context, inner)
             assert found is not None
             lines += [f"### {name} {inner}", "", *_help(found, inner, context)]
     return lines
+
+
+def _is_common(option: click.Parameter) -> bool:
+    words = set(getattr(option.type, "choices", ()))
+    return option.name in ("runs_dir", "profile") or (option.name == "output" and words == {"text", "json"})
 
 
 def _narrow(lines: Sequence[str]) -> Iterator[str]:

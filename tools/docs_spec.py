@@ -10,6 +10,92 @@ from docs_pictures import command_output
 from docs_text import filled, head, page
 
 _NO_LIMIT = 2**31 - 1
+EXAMPLES: dict[str, str] = {
+    "name": "resnet50",
+    "python": "/opt/torch/bin/python",
+    "venv": "~/torch",
+    "conda": "torch",
+    "setup": "[module load cuda/12]",
+    "env": "{NCCL_DEBUG: WARN}",
+    "secrets": "[WANDB_API_KEY]",
+    "restarts": "2",
+    "hang_after": '"0:05:00"',
+    "keep": "30d",
+    "after": "[brisk-otter-3]",
+    "resources.nodes": "2",
+    "resources.procs_per_node": "2",
+    "resources.gpus_per_node": "8",
+    "resources.cpus_per_task": "4",
+    "resources.memory_gb": "64",
+    "resources.time": '"8:00:00"',
+    "network.interface": "ib0",
+    "network.master_port": "29500",
+    "network.start_timeout": '"0:10:00"',
+    "network.host_silence": '"0:01:00"',
+    "network.heartbeat_timeout": '"0:02:00"',
+    "stop.lead": '"0:05:00"',
+    "stop.grace": '"0:05:00"',
+    "notify.on": "[end, hang]",
+    "notify.command": "[notify-send, a run has ended]",
+    "notify.webhook": "${SLACK_URL}",
+    "notify.mail": "ada@example.org",
+    "train.image_size": "224",
+    "train.data_dir": "/data",
+    "train.samples": "1000",
+    "train.max_steps": "100",
+    "train.ema": "0.99",
+    "train.cutout": "8",
+    "train.comm": '"local:8"',
+    "entry.script": "train.py",
+    "entry.module": "pkg.train",
+    "entry.function": '"pkg.train:fit"',
+    "entry.command": "[torchrun, train.py]",
+    "entry.batch_script": "train.slurm",
+    "entry.args": '[--lr, 0.1, --out, "{output_dir}"]',
+    "entry.kwargs": "{lr: 0.1}",
+    "entry.stop_signal": "TERM",
+    "entry.data_dir": "/data",
+    "entry.output_dir": "/scratch/out",
+    "container.image": "/images/torch.sqsh",
+    "container.mounts": "[/scratch]",
+    "container.workdir": "/workspace",
+    "ssh.hosts": '[gpu01, "gpu[02-04]"]',
+    "ssh.modules": "[cuda/12]",
+    "ssh.send": "{data: ~/data}",
+    "sweep.values": "{train.lr: [0.1, 0.2]}",
+    "sweep.throttle": "2",
+    "ssh.hosts.python": "python3.11",
+    "ssh.hosts.venv": "~/torch",
+    "ssh.hosts.conda": "torch",
+    "ssh.hosts.modules": "[cuda/12]",
+    "ssh.hosts.host": "gpu01",
+    "ssh.hosts.gpus": "8",
+    "ssh.hosts.host_key": '"SHA256:47DEQpj8HBSa+/TImW+5JCeuQeRkm5NMpJWZG3hSuFU"',
+}
+"""Key -> a value of it as YAML, where the default is none, or says little."""
+_SPECIMEN = """\
+```yaml
+name: resnet50
+launcher: slurm               # local | ssh | slurm
+resources:
+  nodes: 2
+  gpus_per_node: 8            # one rank per GPU
+  cpus_per_task: 8            # cores for each rank
+  memory_gb: 256              # on each node
+  time: "8:00:00"
+slurm: {partition: gpu, account: vision}
+conda: torch                  # whose Python runs the ranks
+setup: [module load cuda/12]
+env: {NCCL_DEBUG: WARN}
+secrets: [WANDB_API_KEY]      # by name, from the shell that submits
+restarts: 2                   # from the newest checkpoint
+notify: {on: [end, hang], webhook: "${SLACK_URL}"}
+entry:                        # or train: the built-in trainer
+  script: train.py
+  data_dir: /data/imagenet
+  args: [--data, "{data_dir}", --out, "{output_dir}"]
+```
+"""
 
 
 def spec_page() -> str:
@@ -18,8 +104,9 @@ def spec_page() -> str:
         "Keys of a spec",
         "A spec is one YAML file. `clusterddp schema` prints the same as a JSON Schema, with which an editor completes "
         "and checks. An unknown key is an error. `KEY=VALUE` after the spec on the command line changes a value: "
-        "`clusterddp submit job.yaml train.lr=0.2`.",
+        "`clusterddp submit job.yaml train.lr=0.2`. Each key has a line of YAML, inside its section.",
     )
+    lines += [*_SPECIMEN.splitlines(), ""]
     keys, sections = schema["properties"], schema["$defs"]
     lines += ["## Top level", ""]
     for name, key in keys.items():
@@ -65,12 +152,13 @@ def _keys(section: str, schema: Mapping[str, Any]) -> list[str]:
 
 
 def _key(name: str, key: Mapping[str, Any], *, required: bool) -> list[str]:
-    what = _kind(key)
-    if required:
-        what += ", required"
-    elif key.get("default") not in (None, [], {}):
-        what += f", default `{json.dumps(key['default']).strip(chr(34))}`"
-    return [f"### {name}", "", *filled(f"*{what}.* {key.get('description', '')}"), ""]
+    default = "" if key.get("default") in (None, [], {}) else json.dumps(key["default"])
+    plain = default.strip('"')
+    example = EXAMPLES.get(name, plain)
+    line = f"`{name.rpartition('.')[2]}: {example}`"
+    tail = "required" if required else "the default" if example == plain else f"default `{plain}`" if plain else ""
+    what = f"{line}{', ' if tail else ''}{tail}. *{_kind(key)}.*"
+    return [f"### {name}", "", *filled(f"{what} {key.get('description', '')}"), ""]
 
 
 def _kind(key: Mapping[str, Any]) -> str:

@@ -12,10 +12,13 @@ from pathlib import Path
 from types import ModuleType
 
 import click
+import jsonschema
 import pytest
+import yaml
 
 from clusterddp.cli.help_ import TOPICS
 from clusterddp.cli.main import _COMMANDS, WITHOUT_JSON, cli, main
+from clusterddp.spec.model import json_schema
 from tests.support.worker_ranks import demand
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -48,6 +51,22 @@ def test_the_picture_of_the_plan_has_its_ranks_and_changed_values() -> None:
     text = re.sub(r"<[^>]+>", "", (ROOT / "docs/pictures/plan.svg").read_text()).replace("&#160;", " ")
     assert "2 nodes x 8 = 16 ranks" in text
     assert "train.checkpoint_every=10" in text
+
+
+def test_each_key_of_the_page_of_keys_has_a_line_that_the_schema_takes() -> None:
+    page = (ROOT / "docs/reference/spec.md").read_text()
+    found = re.findall(r"^### (\S+)\n\n`(\w+): ([^`]*)`", page, re.MULTILINE)
+    assert [name for name, _, _ in found] == re.findall(r"^### (\S+)$", page, re.MULTILINE)
+    schema, wrong = json_schema(), []
+    for name, key, text in found:
+        place = schema
+        for part in name.split(".")[:-1]:
+            (reference,) = re.findall(r"#/\$defs/(\w+)", str(place["properties"][part]))
+            place = schema["$defs"][reference]
+        rule = place["properties"][key] | {"$defs": schema["$defs"]}
+        if not jsonschema.Draft202012Validator(rule).is_valid(yaml.safe_load(text)):
+            wrong.append(f"{name}: {text}")
+    assert wrong == []
 
 
 def commands(group: click.Group) -> Iterator[tuple[str, click.Command]]:
