@@ -374,7 +374,12 @@ class Head:
             self._finish(self._exit_code(end))
 
     def _exit_code(self, end: AttemptEnd) -> int:
-        """Return 1 for a failure; of the program of a batch script the first failure's own, which its launcher gets."""
+        """Return 1 for a failure; of the program of a batch script the first failure's own, which its launcher gets.
+
+        A program of a batch script that was not ordered to start gets 1, or 0 to run without supervisors.
+        """
+        if self._gang.entry.unchanged and self._attempt.begun is None:
+            return 0 if self.nodes.given_up else 1
         if end.outcome != "FAILED":
             return 0
         cause = end.root_cause
@@ -462,6 +467,8 @@ class JoinedNodes:
         """The address at which each other node has reached the head."""
         self._links: dict[int, dict[str, int]] = {}
         """The links that nodes have reported, by node rank; see `report_links`."""
+        self.given_up = False
+        """True once nodes or tasks are missing, and the time is up."""
         self._gang = gang
         self._timeout_s = timeout_s
         self._until = now + timeout_s
@@ -524,6 +531,7 @@ class JoinedNodes:
         """Name the nodes and tasks that are missing once the time is up."""
         if now < self._until:
             return None
+        self.given_up = True
         what, nodes = self.missing()
         error = f"{what} within {self._timeout_s:g} s"
         return RankEnd(rank=None, host=nodes[0].host, error=error, restart="another job")

@@ -57,6 +57,10 @@ MAX_TURN_S = 1.0
 """What one turn of the loop adds at most: in the rest of a longer one this process could not receive."""
 
 
+class HeadNotFoundError(ClusterddpError):
+    """The head was not found in time."""
+
+
 def given_up(why: str) -> Loss:
     """Return the loss of a link that the head has given up."""
     return Loss("given_up", f"node 0 has given it up: {why}")
@@ -429,7 +433,7 @@ class HeadElsewhere:
             return self._welcomed(found, now)
         if (known := self._known) is None:
             if now >= self._join_until:
-                raise ClusterddpError(f"the head was not found within {self._start_timeout_s:g} s")
+                raise HeadNotFoundError(f"the head was not found within {self._start_timeout_s:g} s")
             return []
         # A head that is known to listen may refuse, or not answer in time.
         loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")

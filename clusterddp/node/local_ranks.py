@@ -118,6 +118,8 @@ class LocalRanks:
         """Of the attempt that runs now, or ran last."""
         self.interface = node.interface or gang.interface
         """This host's; in a batch job known when its ranks are started."""
+        self.ordered = False
+        """True once the head has ordered a start."""
         self._attempt: LocalAttempt | None = None
         self._cancel_seen = False
         self._records = RankRecords()
@@ -221,7 +223,7 @@ class LocalRanks:
                 self._rank_ended(attempt, update)
 
     def _start(self, order: Message, now: float) -> None:
-        self.attempt_number = int(order["attempt"])
+        self.attempt_number, self.ordered = int(order["attempt"]), True
         node, directory = self._node, self._run.attempt(self.attempt_number)
         try:
             network = find_rank_network(self._gang, node, order)

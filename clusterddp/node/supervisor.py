@@ -52,6 +52,7 @@ from clusterddp.node.link import (
     Clock,
     HeadElsewhere,
     HeadHere,
+    HeadNotFoundError,
     Limits,
     Uplink,
     listen,
@@ -199,7 +200,7 @@ class Supervisor:
             now=self._clock.now,
         )
         self._look_at = 0.0 if order.job is not None else float("inf")
-        """When to look whether another start of the job has claimed a later attempt; restarts in place claim none."""
+        """When to look whether others have ended the attempt, or claimed a later one; restarts in place claim none."""
         self._record_at: float | None = None
         """When to record the end, once the head is lost."""
         self._ranks = LocalRanks(
@@ -285,18 +286,28 @@ class Supervisor:
         return late
 
     def _look_for_takeover(self, now: float) -> None:
-        """End this node's ranks when another start of the job has taken the run over."""
+        """End this node's ranks when another start of the job has taken the run over.
+
+        The same when the attempt has an end before its start: a task records that its supervisor was killed.
+        Raises: ClusterddpError: the head, which would act on it, was not found yet.
+        """
         self._look_at = now + _LOOK_EVERY_S
-        later = None
+        node, later, end = self._order.node, None, None
         with contextlib.suppress(OSError):
             later = later_claimed(self._order.run, self._order.attempt)
-        if later is None:
+            end = None if self._ranks.ordered else read_end(self._order.run.attempt(self._order.attempt))
+        if later is not None:
+            error = f"attempt {later} of the run has begun elsewhere"
+            failure = RankEnd(rank=min(node.ranks), host=node.host, error=error)
+        elif end is not None and end.root_cause is not None:
+            failure = end.root_cause
+        else:
             return
         self._look_at = float("inf")
-        error = f"attempt {later} of the run has begun elsewhere"
-        log_line(error)
-        node = self._order.node
-        self.uplink.report(report_of("failed", RankEnd(rank=min(node.ranks), host=node.host, error=error)))
+        log_line(failure.error)
+        if not self.uplink.joined:
+            raise ClusterddpError(failure.error)
+        self.uplink.report(report_of("failed", failure))
         self._ranks.begin_end(now)
 
     def dismiss_tasks(self, exit_code: int) -> None:
@@ -361,8 +372,10 @@ def main(place: JobPlace | None = None) -> int:
     except Exception as error:
         # Any error, a bug or the machine's, ends all ranks and is recorded as the cause.
         log_line(error.message if isinstance(error, ClusterddpError) else traceback.format_exc())
-        exit_code = 1
-        _end_after_error(order, guard, supervisor, error)
+        # Programs of a batch script then run without supervisors.
+        exit_code = 0 if isinstance(error, HeadNotFoundError) and order.gang.entry.unchanged else 1
+        if exit_code != 0:
+            _end_after_error(order, guard, supervisor, error)
     guard.dismiss()
     if supervisor is not None:
         supervisor.dismiss_tasks(exit_code)

@@ -54,13 +54,17 @@ def main() -> int:
     inner = launcher_argv(program, run, int(attempt))
     if inner is not None:
         run_plainly(inner)  # its workers are the ranks
+    task: StepTask | None = None
     try:
         task = StepTask(run, int(attempt), launcher, program)
+        task.reach_supervisor()
     except (ClusterddpError, OSError, ValueError) as error:
-        with contextlib.suppress(ClusterddpError, OSError):
-            log_event(run, "step_not_watched", host=socket.gethostname(), error=str(error))
-        run_plainly(program)
-    code = task.serve()
+        if task is None:
+            log_unwatched(run, str(error))
+            run_plainly(program)
+        code = task.run_unwatched(str(error))
+    else:
+        code = task.serve()
     for name in _FORWARDED:  # at the first exit code that is not 0 the launcher signals the tasks that still exit
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     return code if code >= 0 else _end_by(-code)
@@ -140,7 +144,7 @@ class StepTask(Task):
             make_attempt_dirs(attempt)
             values = {name: variable.value for name, variable in variables.items()}
             outputs = {"stdout": attempt.stdout(place.rank), "stderr": attempt.stderr(place.rank)}
-            self._rank_pid = self.start_rank({"variables": values, **outputs})
+            self.rank_pid = self.start_rank({"variables": values, **outputs})
 
     def _find_interface(self) -> str | None:
         """Return the interface towards another node of the step; None: all ranks are on one host.
@@ -156,8 +160,8 @@ class StepTask(Task):
         return interface_towards(found[0]).name
 
     def start_rank(self, order: dict[str, Any]) -> int:
-        if self._rank_pid is not None:
-            return self._rank_pid  # it has begun
+        if self.rank_pid is not None:
+            return self.rank_pid  # it has begun
         variables = {
             name: value
             for name, value in order["variables"].items()
@@ -204,10 +208,10 @@ class StepTask(Task):
         super().on_signal(number)
         if number == signal.SIGCHLD:
             return
-        if self._rank_pid is None:
+        if self.rank_pid is None:
             self._pending.append(number)
         elif not self._slurm_signals_all and self._returncode is None:
-            os.kill(self._rank_pid, number)
+            os.kill(self.rank_pid, number)
 
     def on_rank_ended(self) -> None:
         for thread in self._copies:
@@ -222,13 +226,47 @@ class StepTask(Task):
         super().obey(order)
 
     def exit_code(self, otherwise: int) -> int:
-        """Return what the program ended with, negative for a signal; `otherwise` where it was ended by an order."""
-        if self._returncode is None and not self._started:  # the tasks of the step have not found each other
-            if self._rank_pid is None:
-                run_plainly(self._program)
-            self._returncode = os.waitstatus_to_exitcode(os.waitpid(self._rank_pid, 0)[1])
-            self.on_rank_ended()
-        return otherwise if self._ordered or self._returncode is None else self._returncode
+        """Return what the program ended with, negative for a signal; `otherwise` where it was ended by an order.
+
+        Before the order to start, 0 says that nothing has failed: the supervisors have not found each other in time.
+        """
+        if self._started or self._returncode is not None:
+            return otherwise if self._ordered or self._returncode is None else self._returncode
+        if otherwise == 0:
+            return self.run_unwatched("the supervisors of the step did not find each other in time")
+        self._kill_rank()
+        return otherwise
+
+    def run_unwatched(self, why: str) -> int:
+        """Let the program run without its supervisor, and record why; return its exit code, negative for a signal."""
+        log_unwatched(self._run, why)
+        if self.rank_pid is None:
+            run_plainly(self._program)
+        for name in _FORWARDED:
+            signal.signal(getattr(signal, name), lambda number, _: self.on_signal(number))
+        self._returncode = os.waitstatus_to_exitcode(os.waitpid(self.rank_pid, 0)[1])
+        self.on_rank_ended()
+        return self._returncode
+
+    def _await_record(self) -> None:
+        """Record the end of a supervisor that has not met the others: they do not know of it."""
+        if self._supervisor is not None and not self._started:
+            from clusterddp.run.attempts import close_attempt, failed, spell_exit
+            from clusterddp.run.supervisors import supervisor_log
+
+            node = f"node {self._place.node_rank} on {self._place.host}"
+            ended = spell_exit(self._supervisor.wait())
+            log = supervisor_log(self._run, self._place.node_rank)
+            error = f"supervisor of {node} (pid {self._supervisor.pid}) {ended} before it had met the others"
+            end = failed(error, host=self._place.host, log=str(log.relative_to(self._run.path)))
+            close_attempt(self._run.attempt(self._attempt), end, self._token)
+        super()._await_record()
+
+
+def log_unwatched(step: RunDir, why: str) -> None:
+    """Record, where the storage takes it, why ranks of a step run without being watched."""
+    with contextlib.suppress(ClusterddpError, OSError):
+        log_event(step, "step_not_watched", host=socket.gethostname(), error=why)
 
 
 def find_place_of(launcher: str, environ: Mapping[str, str]) -> StepPlace:

@@ -19,6 +19,7 @@ import os
 import select
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -49,7 +50,9 @@ _RECORD_S = 8.0
 def main() -> int:
     """Serve the node's supervisor; the exit code is the rank's."""
     try:
-        return Task(RunDir(Path(sys.argv[1])), int(sys.argv[2])).serve()
+        task = Task(RunDir(Path(sys.argv[1])), int(sys.argv[2]))
+        task.reach_supervisor()
+        return task.serve()
     except ClusterddpError as error:
         hint = f"; hint: {error.hint}" if error.hint else ""
         sys.stderr.write(f"clusterddp: {socket.gethostname()}: {error.message}{hint}\n")
@@ -64,7 +67,7 @@ class Task:
         self._attempt = attempt
         self._forward: Callable[[int], object] = lambda number: None
         """Receives each signal that asks for a stop."""
-        self._rank_pid: int | None = None
+        self.rank_pid: int | None = None
         self._returncode: int | None = None
         self._started = False
         """True once the rank was ordered to start."""
@@ -78,19 +81,23 @@ class Task:
         become_subreaper()
         self._place = place = self.find_place()
         gang = self.read_gang()
-        self._rank_cookies = rank_cookies(gang["token"], place.node_rank)
+        self._token = str(gang["token"])
+        self._rank_cookies = rank_cookies(self._token, place.node_rank)
         self._name = socket_name(
-            gang["token"],
+            self._token,
             job=place.job_id,
             start=place.restart_count,
             step=place.step_id,
             attempt=attempt,
             node_rank=place.node_rank,
         )
+        self._start_timeout_s = float(gang.get("start_timeout_s", _START_TIMEOUT_S))
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        """Only in the first task of the node, which has started it."""
+        self._sock: socket.socket
         if place.local_rank == 0:
-            self._start_supervisor(gang)
+            self._supervisor = self._start_supervisor(gang)
         self.begin(gang)
-        self._sock = self._reach_supervisor(float(gang.get("start_timeout_s", _START_TIMEOUT_S)))
 
     def find_place(self) -> StepPlace:
         """Find the place of this task, and that of all ranks. Raises: ClusterddpError."""
@@ -131,9 +138,9 @@ class Task:
 
     def _kill_rank(self) -> None:
         """Kill the rank, because its supervisor has ended."""
-        if self._rank_pid is not None:
-            signal_group(self._rank_pid, signal.SIGKILL)
-            os.waitpid(self._rank_pid, 0)
+        if self.rank_pid is not None:
+            signal_group(self.rank_pid, signal.SIGKILL)
+            os.waitpid(self.rank_pid, 0)
             self._returncode = self._returncode if self._returncode is not None else -signal.SIGKILL
 
     def exit_code(self, otherwise: int) -> int:
@@ -147,11 +154,11 @@ class Task:
         """Do what the supervisor orders."""
         if order["kind"] == "start":
             self._start(order)
-        elif order["kind"] == "signal" and self._rank_pid is not None:
-            signal_group(self._rank_pid, order["number"])
-        elif order["kind"] == "reap" and self._rank_pid is not None:
-            os.waitpid(self._rank_pid, 0)
-            self._rank_pid = None
+        elif order["kind"] == "signal" and self.rank_pid is not None:
+            signal_group(self.rank_pid, order["number"])
+        elif order["kind"] == "reap" and self.rank_pid is not None:
+            os.waitpid(self.rank_pid, 0)
+            self.rank_pid = None
 
     master: Mapping[str, str | None] = {}
     """Address and port of the rank's own rendezvous, where its launcher has chosen them."""
@@ -176,11 +183,11 @@ class Task:
     def _start(self, order: dict[str, Any]) -> None:
         self._started, self._returncode = True, None
         try:
-            self._rank_pid = self.start_rank(order)
+            self.rank_pid = self.start_rank(order)
         except OSError as error:
             self._send({"kind": "not_started", "error": str(error)})
         else:
-            self._send({"kind": "started", "pid": self._rank_pid, **self.master})
+            self._send({"kind": "started", "pid": self.rank_pid, **self.master})
             self._look_at_children()  # a rank that has begun before may have ended
         if "listener" in order:
             os.close(order["listener"])
@@ -210,7 +217,7 @@ class Task:
                 return
             if ended is None:
                 return
-            if ended.si_pid == self._rank_pid:
+            if ended.si_pid == self.rank_pid:
                 if self._returncode is None:
                     code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
                     self._returncode = code
@@ -237,7 +244,7 @@ class Task:
         given = [data for level, kind, data in ancillary if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS)]
         return message | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
 
-    def _start_supervisor(self, gang: dict[str, Any]) -> None:
+    def _start_supervisor(self, gang: dict[str, Any]) -> subprocess.Popen[bytes]:
         # Only here, because the other tasks of the node import next to nothing.
         from clusterddp.run.gang import Gang
         from clusterddp.run.supervisors import JobOrder, SupervisorOrder, start_supervisor
@@ -282,21 +289,31 @@ class Task:
         # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
         self._forward = process.send_signal
         listener.close()
+        return process
 
     def find_heads(self) -> tuple[str, ...]:
         """Return names and addresses of node 0's host, at which the other nodes look for its supervisor."""
         return tuple(filter(None, (self._place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR"))))
 
-    def _reach_supervisor(self, timeout_s: float) -> socket.socket:
-        deadline = time.monotonic() + timeout_s
+    def reach_supervisor(self) -> None:
+        """Connect to the supervisor of the node. One that has ended, as its guard, is found by `serve`.
+
+        Raises: ClusterddpError: the first task of the node has not started one in time.
+        """
+        deadline = time.monotonic() + self._start_timeout_s
         pause_s = 0.01
         while True:
             sock = connect(self._name)
+            if sock is None and (self._supervisor is not None or self._run.attempt(self._attempt).end.exists()):
+                sock, other = socket.socketpair()
+                other.close()
             if sock is not None:
-                return sock
+                self._sock = sock
+                return
             if time.monotonic() >= deadline:
                 raise ClusterddpError(
-                    f"rank {self._place.rank}: the first task of this node did not start within {timeout_s:g} s"
+                    f"rank {self._place.rank}: the first task of this node did not start within "
+                    f"{self._start_timeout_s:g} s"
                 )
             time.sleep(pause_s)
             pause_s = min(pause_s * 1.5, 0.2)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -75,14 +77,18 @@ def own_rack(needs_rack: None) -> Iterator[Rack]:
 
 def start(rack: Rack, form: str, name: str, options: str = "") -> tuple[SlurmPerson, RunDir]:
     """Submit the script and wait until its four ranks are up."""
+    person, run = submit(rack, form, name, options)
+    await_up(person)
+    return person, run
+
+
+def submit(rack: Rack, form: str, name: str, options: str = "") -> tuple[SlurmPerson, RunDir]:
     person = SlurmPerson.at(rack, f"{name}-{form}")
     person.environ["PATH"] = f"{Path(sys.executable).parent}:{SYSTEM_PATH}"
     (person.path / "train.py").write_text(TRAIN)
     (person.path / "job.slurm").write_text(FORMS[form].format(options=options))
     answer = json.loads(person.clusterddp("submit", "job.slurm", "-o", "json").stdout)
-    run = RunDir(Path(answer["run_dir"]))
-    await_up(person)
-    return person, run
+    return person, RunDir(Path(answer["run_dir"]))
 
 
 def await_up(person: SlurmPerson, start_number: int = 0) -> None:
@@ -131,6 +137,41 @@ def test_a_supervisor_that_is_killed_ends_its_step_and_is_named(rack: Rack, form
     cause = await_end(person, run)["root_cause"]
     assert "supervisor of node 1" in cause["error"]
     assert "was killed" in cause["error"]
+
+
+@pytest.mark.parametrize("killed", [("s0",), ("s1",), ("s0", "s1")], ids="+".join)
+def test_supervisors_that_are_killed_before_they_have_met_end_their_step(
+    rack: Rack, form: str, killed: tuple[str, ...]
+) -> None:
+    person, run = submit(rack, form, f"early-{'-'.join(killed)}")
+    supervisors = stop_supervisors(person.record(run).token)
+    if form == "torchrun":
+        await_up(person)  # torchrun has chosen their rendezvous, so they have begun
+    for role in killed:
+        os.kill(supervisors[role], signal.SIGKILL)
+    for pid in supervisors.values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    status = await_end(person, run)
+    assert status["state"] == "FAILED"
+    assert re.search(rf"supervisor of node [{''.join(killed)}] on node\d .*was killed", status["root_cause"]["error"])
+    assert "ended 0" not in output(person)
+
+
+def stop_supervisors(token: str) -> dict[str, int]:
+    """Stop both supervisors of a step as they start, so that they do not meet; return their pids by role."""
+    found: dict[str, int] = {}
+
+    def look() -> bool:
+        for pid, command in processes_with(f"CLUSTERDDP_COOKIE={token}."):
+            role = role_of(pid).rpartition(".")[2]
+            if role in {"s0", "s1"} and "supervisor" in command and role not in found:
+                os.kill(pid, signal.SIGSTOP)
+                found[role] = pid
+        return len(found) == 2
+
+    wait_until(look, 60, interval_s=0.005)
+    return found
 
 
 def role_of(pid: int) -> str:
