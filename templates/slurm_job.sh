@@ -9,5 +9,6 @@ if [ -n "${4-}" ]; then
     LD_LIBRARY_PATH=$4
     export LD_LIBRARY_PATH
 fi
+trap '' TERM  # until Python handles it
 cd / || exit  # Python imports from the directory that it starts in
 exec "$1" -m clusterddp.places.slurm.batch "$2"

@@ -538,7 +538,8 @@ def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement
         container=None,
         mounts=(),
         variables=(),
-        script=f'#!/bin/bash -p\n{head}{"" if head.endswith(chr(10)) or not head else chr(10)}exec {command} "$@"\n',
+        script=f"#!/bin/bash -p\n{head}{'' if head.endswith(chr(10)) or not head else chr(10)}"
+        f"trap '' TERM  # until Python handles it\nexec {command} \"$@\"\n",
         file=f"{SCRIPT_FOLDER}/{path.name}",
         directory=str(request.working_dir),
         job_directory=str(request.working_dir / given.value("chdir")),

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from clusterddp.places.staging import make_run
@@ -136,3 +138,23 @@ def await_job_state(rack: Rack, job: str, state: str, within_s: float = 40) -> d
     """Wait until Slurm calls the job so; return what it says of it."""
     wait_until(lambda: job_fields(rack, job).get("JobState") == state, within_s)
     return job_fields(rack, job)
+
+
+@contextlib.contextmanager
+def stopped_batch_process(run: RunDir) -> Iterator[None]:
+    """Stop the process of a job as soon as it is there: its Python has handled no signal yet."""
+
+    def find() -> int | None:
+        for entry in Path("/proc").glob("[0-9]*"):
+            with contextlib.suppress(OSError):
+                words = (entry / "cmdline").read_bytes().split(b"\0")
+                if b"clusterddp.places.slurm.batch" in words and os.fsencode(run.path) in words:
+                    return int(entry.name)
+        return None
+
+    pid = wait_until(find, 60, interval_s=0.002)
+    assert pid is not None
+    os.kill(pid, signal.SIGSTOP)
+    yield
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)

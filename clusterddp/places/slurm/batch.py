@@ -260,8 +260,8 @@ def _explain(carried: Carried, srun_end: str | None, srun_log: str, signals: Sig
     job = None
     with contextlib.suppress(SlurmError):
         job = show_job(start.job_id, carried.environment)
-    is_ended = signals.ended and job is not None and job.ends and job.restarts == start.restart_count
-    if is_ended and job is not None and not job.preempted and job.reason != "TimeLimit":
+    is_ended = job is not None and job.ends and not job.preempted and job.restarts == start.restart_count
+    if is_ended and job is not None and job.reason in {"None", ""}:  # also before this process handled its SIGTERM
         return cancelled("the job was cancelled (scancel)")
     lost = _NODE_FAILURE.search(srun_log)
     last_line = srun_log.rstrip().rpartition("\n")[2].strip()

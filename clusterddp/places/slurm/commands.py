@@ -209,6 +209,15 @@ def show_job(job_id: str, environ: Mapping[str, str]) -> JobNow | None:
     return read_job(text)
 
 
+def down_nodes(environ: Mapping[str, str]) -> list[str]:
+    """Return the nodes of the job of this environment that are down, as far as Slurm says so."""
+    argv = ["sinfo", "--noheader", "--Node", "--states=down", "--format=%N"]
+    try:
+        return sorted(set(run_slurm([*argv, f"--nodes={environ['SLURM_JOB_NODELIST']}"], environ=environ).split()))
+    except (SlurmError, KeyError):
+        return []
+
+
 def read_job(text: str) -> JobNow:
     """Read one line of `scontrol show job -o`."""
     # The name comes first, and may contain any text.

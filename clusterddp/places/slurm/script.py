@@ -21,7 +21,7 @@ from types import FrameType
 from clusterddp.errors import ClusterddpError, SlurmError
 from clusterddp.node.processes import lead_group
 from clusterddp.places.slurm.batch import JobStart, write_claim
-from clusterddp.places.slurm.commands import run_slurm, show_job
+from clusterddp.places.slurm.commands import JobNow, down_nodes, run_slurm, show_job
 from clusterddp.places.slurm.step_command import install_commands
 from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.run.attempts import (
@@ -61,7 +61,7 @@ def run_script(run: RunDir, start: JobStart, arguments: Sequence[str]) -> int:
     log_event(run, "job_started", attempt=attempt.number, **facts)
     environment = install_commands(run, attempt.number, os.environ, original=plan["spec"]["entry"]["batch_script"])
     environment |= {COOKIE: cookie(record.token, "b0"), "CLUSTERDDP_SCRIPT_PID": str(os.getpid())}
-    code = script.run(shell_argv(read_batch_script(run), run.batch_script, arguments), environment)
+    code = script.run(shell_argv(read_batch_script(run), run.batch_script, arguments), environment, start)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # Slurm's commands must survive the one that the whole job gets
     end = script.end(run, attempt, start, code)
     if close_attempt(attempt, end, record.token).is_first:
@@ -89,8 +89,11 @@ class Script:
     received: set[int] = dataclasses.field(default_factory=set)
     _process: subprocess.Popen[bytes] | None = None
 
-    def run(self, argv: Sequence[str], environment: dict[str, str]) -> int:
-        """Run it until it ends, and pass signals on; return its exit code, negative for a signal."""
+    def run(self, argv: Sequence[str], environment: dict[str, str], start: JobStart) -> int:
+        """Run it until it ends, and pass signals on; return its exit code, negative for a signal.
+
+        A SIGTERM that came before this process could handle it is lost; Slurm knows that it ends the job.
+        """
         for name in _SIGNALS:
             signal.signal(getattr(signal, name), self._pass_on)
         self._process = subprocess.Popen(
@@ -99,6 +102,9 @@ class Script:
             close_fds=False,
             preexec_fn=lead_group,  # noqa: PLW1509  this process has one thread; `kill 0` in the script spares it
         )
+        job = ask_for(start) if signal.SIGTERM not in self.received else None
+        if job is not None and job.ends:
+            self.received.add(signal.SIGTERM)
         for number in self.received:
             self._process.send_signal(number)
         return self._process.wait()
@@ -110,9 +116,9 @@ class Script:
 
     def end(self, run: RunDir, attempt: AttemptDir, start: JobStart, code: int) -> AttemptEnd:
         """Explain how it ended."""
-        if signal.SIGTERM in self.received and (end := _ended_by_slurm(start)) is not None:
-            return end
         cause = first_failure(run, attempt.number)
+        if signal.SIGTERM in self.received and (end := _ended_by_slurm(start, cause)) is not None:
+            return end
         if code == 0:
             warning = f"it went on after {cause.error}" if cause else ""
             return AttemptEnd(outcome="COMPLETED", reason=f"{self.name} exited with code 0", warning=warning)
@@ -177,19 +183,30 @@ def _signals_all_processes() -> bool:
     return re.search(r"^ProctrackType\s*=\s*proctrack/linuxproc", text, re.M) is not None
 
 
-def _ended_by_slurm(start: JobStart) -> AttemptEnd | None:
-    """Ask why Slurm has sent SIGTERM; None: it does not end the job, or cannot be asked."""
-    job = None
-    with contextlib.suppress(SlurmError):
-        job = show_job(start.job_id, os.environ)
-    if job is None:
+def ask_for(start: JobStart) -> JobNow | None:
+    """Ask Slurm for the job; None: it does not answer."""
+    try:
+        return show_job(start.job_id, os.environ)
+    except SlurmError:
         return None
-    if job.restarts > start.restart_count or job.preempted:
+
+
+def _ended_by_slurm(start: JobStart, cause: RankEnd | None) -> AttemptEnd | None:
+    """Ask why Slurm has sent SIGTERM; None: it does not end the job, or cannot be asked.
+
+    `cause`: the failure of a rank, which tells more where its node is the one that Slurm has lost.
+    """
+    job = ask_for(start)
+    if job is not None and (job.restarts > start.restart_count or job.preempted):
         return failed("the job was " + ("preempted" if job.preempted else "requeued"), host=start.host, goes_on=True)
-    if not job.ends:
+    if job is None or not job.ends:
         return None
     if job.reason == "TimeLimit":
         return failed("the time limit of the job is reached", host=start.host)
     if job.reason in {"None", ""}:
         return cancelled("the job was cancelled")
-    return failed(f"Slurm ended the job ({job.reason})", host=start.host)
+    down = down_nodes(os.environ)
+    if cause is not None and cause.host in down:
+        return failed_by(cause)
+    what = f"Slurm ended the job ({job.reason})"
+    return failed(f"{', '.join(down)} is down: {what}" if down else what, host=down[0] if down else start.host)

@@ -25,6 +25,7 @@ from tests.support.slurm_runs import (
     stand_in,
     start,
     start_run,
+    stopped_batch_process,
 )
 from tests.support.sweep_runs import SweepPerson
 from tests.support.waiting import wait_until
@@ -136,6 +137,14 @@ def test_usr2_to_the_batch_script_asks_the_ranks_to_stop(cluster):
     await_up(run)
     cluster.run(HEAD, ["scancel", "--batch", "--signal=USR2", job])
     assert await_final_end(run).outcome == "STOPPED"
+
+
+def test_a_cancel_before_the_batch_process_handles_signals_is_recorded(cluster):
+    run, job = start(cluster, "early", HANG_THEN_COMPLETE, more="restarts: 1\nslurm: {begin: now+3}")
+    with stopped_batch_process(run):
+        cluster.run(HEAD, ["scancel", job])
+        wait_until(lambda: job_fields(cluster, job).get("JobState") != "RUNNING", 20)
+    assert await_final_end(run).outcome == "CANCELLED"
 
 
 def test_secrets_are_removed_when_the_run_has_ended(cluster):

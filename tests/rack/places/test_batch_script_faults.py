@@ -14,9 +14,11 @@ from typing import Any
 
 import pytest
 
+from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from tests.support.gang_runs import processes_with
 from tests.support.slurm_person import SlurmPerson
+from tests.support.slurm_runs import stopped_batch_process
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, SYSTEM_PATH, RackPlan
 from tests.testbed.rack import Rack, running_rack
@@ -56,6 +58,8 @@ if how == "end":
     raise SystemExit
 if rank == 3 and how == "raise":
     raise ValueError("no such label")
+if rank == 3 and how == "hang":
+    time.sleep(600)
 if rank == 3 and how == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 while True:
@@ -82,12 +86,12 @@ def start(rack: Rack, form: str, name: str, options: str = "") -> tuple[SlurmPer
     return person, run
 
 
-def submit(rack: Rack, form: str, name: str, options: str = "") -> tuple[SlurmPerson, RunDir]:
+def submit(rack: Rack, form: str, name: str, options: str = "", *overrides: str) -> tuple[SlurmPerson, RunDir]:
     person = SlurmPerson.at(rack, f"{name}-{form}")
     person.environ["PATH"] = f"{Path(sys.executable).parent}:{SYSTEM_PATH}"
     (person.path / "train.py").write_text(TRAIN)
     (person.path / "job.slurm").write_text(FORMS[form].format(options=options))
-    answer = json.loads(person.clusterddp("submit", "job.slurm", "-o", "json").stdout)
+    answer = json.loads(person.clusterddp("submit", "job.slurm", *overrides, "-o", "json").stdout)
     return person, RunDir(Path(answer["run_dir"]))
 
 
@@ -176,14 +180,29 @@ def stop_supervisors(token: str) -> dict[str, int]:
 
 def role_of(pid: int) -> str:
     """Return the cookie of a process: the run, its step and what the process is."""
-    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-    return next(word.decode() for word in variables if word.startswith(b"CLUSTERDDP_COOKIE="))
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended
+        return ""
+    return next((word.decode() for word in variables if word.startswith(b"CLUSTERDDP_COOKIE=")), "")
 
 
 def test_scancel_ends_the_step_and_leaves_nothing(rack: Rack, form: str) -> None:
     person, run = start(rack, form, "scancel")
     rack.run(HEAD, ["scancel", person.queue()[0].split()[0]])
     assert await_end(person, run)["state"] == "CANCELLED"
+
+
+def test_a_cancel_before_the_script_has_begun_is_recorded(rack: Rack, form: str) -> None:
+    person, run = submit(rack, form, "scancel-early")
+    job = person.queue()[0].split()[0]
+    with stopped_batch_process(run):
+        rack.run(HEAD, ["scancel", job])
+        wait_until(lambda: person.job(job)["JobState"] != "RUNNING", 20)
+    status = await_end(person, run)
+    end = read_end(run.attempt(0))
+    assert end is not None
+    assert (status["state"], end.outcome, end.reason) == ("CANCELLED", "CANCELLED", "the job was cancelled")
 
 
 def test_the_time_limit_ends_the_step_and_is_the_reason(rack: Rack, form: str) -> None:
@@ -211,4 +230,5 @@ def test_a_node_that_loses_power_is_the_reason(own_rack: Rack, form: str) -> Non
     own_rack.power_off("node2")
     status = await_end(person, run)
     assert status["state"] == "FAILED"
-    assert "NodeDown" in status["reason"] or "node2" in status["reason"]
+    assert status["root_cause"]["host"] == "node2"
+    assert re.match(r"node2 is down: |step \d .*node2.* is lost", status["root_cause"]["error"])
