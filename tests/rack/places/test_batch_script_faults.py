@@ -17,6 +17,7 @@ import pytest
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from tests.support.gang_runs import processes_with
+from tests.support.hang_kinds import SCRIPT as HANG
 from tests.support.slurm_person import SlurmPerson
 from tests.support.slurm_runs import stopped_batch_process
 from tests.support.waiting import wait_until
@@ -58,8 +59,6 @@ if how == "end":
     raise SystemExit
 if rank == 3 and how == "raise":
     raise ValueError("no such label")
-if rank == 3 and how == "hang":
-    time.sleep(600)
 if rank == 3 and how == "kill":
     os.kill(os.getpid(), signal.SIGKILL)
 while True:
@@ -81,18 +80,22 @@ def own_rack(needs_rack: None) -> Iterator[Rack]:
 
 def start(rack: Rack, form: str, name: str, options: str = "") -> tuple[SlurmPerson, RunDir]:
     """Submit the script and wait until its four ranks are up."""
-    person, run = submit(rack, form, name, options)
+    person, run = begin(rack, form, name, options)
     await_up(person)
     return person, run
 
 
-def submit(rack: Rack, form: str, name: str, options: str = "", *overrides: str) -> tuple[SlurmPerson, RunDir]:
+def begin(rack: Rack, form: str, name: str, options: str = "") -> tuple[SlurmPerson, RunDir]:
+    """Submit the script."""
     person = SlurmPerson.at(rack, f"{name}-{form}")
-    person.environ["PATH"] = f"{Path(sys.executable).parent}:{SYSTEM_PATH}"
     (person.path / "train.py").write_text(TRAIN)
-    (person.path / "job.slurm").write_text(FORMS[form].format(options=options))
-    answer = json.loads(person.clusterddp("submit", "job.slurm", *overrides, "-o", "json").stdout)
-    return person, RunDir(Path(answer["run_dir"]))
+    return person, submit(person, FORMS[form].format(options=options))
+
+
+def submit(person: SlurmPerson, script: str) -> RunDir:
+    person.environ["PATH"] = f"{Path(sys.executable).parent}:{SYSTEM_PATH}"
+    (person.path / "job.slurm").write_text(script)
+    return RunDir(Path(json.loads(person.clusterddp("submit", "job.slurm", "-o", "json").stdout)["run_dir"]))
 
 
 def await_up(person: SlurmPerson, start_number: int = 0) -> None:
@@ -132,6 +135,19 @@ def test_a_rank_that_fails_is_named_with_the_line_of_its_step(
     assert "ended 0" not in output(person)
 
 
+def test_a_rank_that_hangs_is_named_with_its_stacks(rack: Rack, form: str) -> None:
+    person = SlurmPerson.at(rack, f"hang-{form}")
+    (person.path / "hang.py").write_text(HANG)
+    run = submit(person, FORMS[form].replace("train.py", "hang.py sleeps 3").format(options=""))
+    hang = person.await_status(run, lambda seen: bool(seen["hang"]), 100)["hang"]
+    assert hang["ranks"] == [3]
+    assert "rank 3 on node2 is in sleeps (hang.py:" in hang["text"]
+    stacks = person.clusterddp("stacks", run.name).stdout
+    assert "in all_reduce" in stacks
+    person.clusterddp("cancel", run.name)
+    assert await_end(person, run)["state"] == "CANCELLED"
+
+
 def test_a_supervisor_that_is_killed_ends_its_step_and_is_named(rack: Rack, form: str) -> None:
     person, run = start(rack, form, "supervisor")
     wait_until(lambda: any(run.attempt(0).steps.glob("*/start.json")), 30)  # a torchrun's ranks run before that
@@ -147,7 +163,7 @@ def test_a_supervisor_that_is_killed_ends_its_step_and_is_named(rack: Rack, form
 def test_supervisors_that_are_killed_before_they_have_met_end_their_step(
     rack: Rack, form: str, killed: tuple[str, ...]
 ) -> None:
-    person, run = submit(rack, form, f"early-{'-'.join(killed)}")
+    person, run = begin(rack, form, f"early-{'-'.join(killed)}")
     supervisors = stop_supervisors(person.record(run).token)
     if form == "torchrun":
         await_up(person)  # torchrun has chosen their rendezvous, so they have begun
@@ -194,7 +210,7 @@ def test_scancel_ends_the_step_and_leaves_nothing(rack: Rack, form: str) -> None
 
 
 def test_a_cancel_before_the_script_has_begun_is_recorded(rack: Rack, form: str) -> None:
-    person, run = submit(rack, form, "scancel-early")
+    person, run = begin(rack, form, "scancel-early")
     job = person.queue()[0].split()[0]
     with stopped_batch_process(run):
         rack.run(HEAD, ["scancel", job])
