@@ -253,11 +253,8 @@ def _idle_gpus(plan: Plan) -> Iterator[str]:
     """Say that ranks are fewer than GPUs, and what starts one for each."""
     gpus, ranks = plan.num_gpus, plan.gang.num_ranks
     if gpus > ranks:
-        yield (
-            f"the run asks for {gpus} GPUs and has {format_count(ranks, 'rank')}, which compute on one GPU each unless "
-            f"the program takes more: resources.gpus_per_node={gpus // len(plan.gang.nodes)} without procs_per_node "
-            "starts a rank for each"
-        )
+        each = f"resources.gpus_per_node={gpus // len(plan.gang.nodes)} without procs_per_node starts one for each"
+        yield f"{gpus - ranks} of {gpus} GPUs have no rank of their own: {each}"
 
 
 def _seconds(duration: Duration | None) -> float | None:

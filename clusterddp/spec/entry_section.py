@@ -272,11 +272,11 @@ def starter_conflict(
         )
     if entry.owns_ranks or world_size == 1:
         return None
-    own = f"entry: {{{starter.program}}}" if starter.program else f"leave {starter.name} out"
+    own = f"write entry: {{{starter.program}}}" if starter.program else f"leave {starter.name} out"
     return Conflict(
         (key,),
         f"{where}each of the {world_size} ranks would start {starter.name}, which starts ranks itself",
-        f"{own}: every rank runs the program, with torchrun's variables; or owns_ranks: true: each node starts "
+        f"{own}, and every rank runs it with torchrun's variables; or owns_ranks: true, and each node starts "
         f"{starter.name} once, for resources.procs_per_node ranks",
     )
 

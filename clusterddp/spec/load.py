@@ -293,6 +293,10 @@ def _changed_values(job: JobSpec) -> dict[str, Any]:
     return {key: value for key, value in values.items() if value != defaults.get(key)}
 
 
+_DERIVED = {"resources.nodes": "the number of hosts", "resources.gpus_per_node": "the GPUs that slurm asks for"}
+"""Keys that may follow from others -> the origin of such a value."""
+
+
 def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
     origins: dict[str, str] = {}
     for key in _changed_values(job):
@@ -301,8 +305,6 @@ def _origins(tree: Mapping, job: JobSpec) -> dict[str, str]:
             node = node.entries.get(part) if isinstance(node, Mapping) else None
         if node is not None:
             origins[key] = node.place.text
-        elif key == "resources.nodes":
-            origins[key] = "the number of hosts"
-        elif key == "resources.gpus_per_node":
-            origins[key] = "the GPUs that slurm asks for"
+        elif key in _DERIVED:
+            origins[key] = _DERIVED[key]
     return origins

@@ -379,7 +379,8 @@ def _ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
 
 def _changes(plan: Plan, columns: int | None) -> list[tuple[str, str]]:
     """List the values that differ from the defaults: those of the command line first, no more than fit."""
-    typed = [change for change in plan.changes if not _in_a_file(change) and change["key"] not in _IN_WHERE]
+    given = [change for change in plan.changes if not str(change["origin"]).startswith("the ")]  # nor from other values
+    typed = [change for change in given if not _in_a_file(change) and change["key"] not in _IN_WHERE]
     of_files = [change for change in plan.changes if _in_a_file(change)]
     others = [change for change in of_files if not change["key"].startswith(_SHOWN_ELSEWHERE)]
     room = None if columns is None else (columns - _INDENT) * _CHANGE_LINES - len("and 999 more")

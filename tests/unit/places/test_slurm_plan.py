@@ -281,15 +281,16 @@ def test_a_plan_that_uses_fewer_gpus_than_it_asks_for_says_so(
     )
     planned = plan(tmp_path, spec=spec)
     assert (planned.num_gpus, planned.gang.num_ranks) == (asked, ranks)
-    is_said = f"the run asks for {asked} GPUs and has {ranks} ranks" in planned.notes[0]
+    is_said = f"{asked - ranks} of {asked} GPUs have no rank of their own" in planned.notes[0]
     assert is_said == (asked > ranks)
     first = "\n".join(plan_lines(planned, verbose=False)[:8])
     assert (f"({ranks} of {asked})" in first) == (asked > ranks)
+    assert "resources.gpus_per_node" not in first  # as a value that somebody has typed
 
 
 def test_gpus_of_this_shell_that_no_rank_uses_are_named(tmp_path: Path) -> None:
     planned = plan(tmp_path, spec="name: a\nlauncher: slurm\n", environ={"SBATCH_GRES": "gpu:4"})
-    assert "the run asks for 4 GPUs and has 1 rank" in planned.notes[0]
+    assert "3 of 4 GPUs have no rank of their own" in planned.notes[0]
 
 
 def test_gpus_asked_for_by_gres_alone_make_the_backend_nccl(tmp_path: Path) -> None:

@@ -63,8 +63,8 @@ def test_ranks_follow_each_hosts_own_gpus_in_the_order_written(tmp_path: Path) -
 def test_gpus_of_hosts_that_no_rank_uses_are_named(tmp_path: Path) -> None:
     spec = "name: a\nlauncher: ssh\nssh: {hosts: [a, b]}\nresources: {gpus_per_node: 8, procs_per_node: 4}\n"
     planned = plan_text(spec, tmp_path)
-    assert "asks for 16 GPUs and has 8 ranks, which compute on one GPU each" in planned.notes[0]
-    assert "resources.gpus_per_node=8 without procs_per_node starts a rank for each" in planned.notes[0]
+    how = "resources.gpus_per_node=8 without procs_per_node starts one for each"
+    assert planned.notes[0] == f"8 of 16 GPUs have no rank of their own: {how}"
     assert any("one GPU each (8 of 16)" in line for line in plan_lines(planned, verbose=False))
 
 

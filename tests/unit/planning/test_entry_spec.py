@@ -229,7 +229,10 @@ def test_a_refused_launcher_gets_the_two_ways_to_write_it(command: str, instead:
         load(f"{{command: {json.dumps(command)}}}", FOUR_RANKS)
     (problem,) = error.value.problems
     hint = str(problem.hint)
-    assert hint.startswith(f"{instead}: every rank runs the program, with torchrun's variables; or owns_ranks: true: ")
+    way = f"write {instead}" if instead.startswith("entry") else instead
+    assert hint.startswith(
+        f"{way}, and every rank runs it with torchrun's variables; or owns_ranks: true, and each node "
+    )
     if instead.startswith("entry"):
         load(instead.removeprefix("entry: "), FOUR_RANKS)
 
