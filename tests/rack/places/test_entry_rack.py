@@ -90,18 +90,18 @@ def slurm(rack: Rack, request: pytest.FixtureRequest) -> SlurmPerson:
     return SlurmPerson.at(rack, f"entry-{abs(hash(request.node.name))}")
 
 
-def test_a_program_that_owns_its_ranks_is_one_task_with_all_cores_on_each_node_of_a_job(slurm: SlurmPerson) -> None:
-    echo = "echo $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE each"
+def test_a_program_that_owns_its_ranks_is_one_task_with_the_cores_of_all_on_each_node(slurm: SlurmPerson) -> None:
+    echo = "echo $RANK of $WORLD_SIZE, $LOCAL_WORLD_SIZE each, $SLURM_CPUS_PER_TASK cores"
     entry = f'entry: {{command: "{echo}", shell: true, owns_ranks: true}}\n'
     run = slurm.submit(SLURM + entry)
     job = read_run(run).job_id
     shown = slurm.rack.run("head", ["scontrol", "show", "job", str(job)]).stdout
     status = slurm.await_status(run, lambda status: status["state"] in {"COMPLETED", "FAILED"})
     assert status["state"] == "COMPLETED", status
-    assert lines_of(run) == ["0 of 2, 2 each", "1 of 2, 2 each"]
+    assert lines_of(run) == ["0 of 2, 2 each, 2 cores", "1 of 2, 2 each, 2 cores"]
     assert status["warning"].endswith("; each of the 4 ranks may have trained alone")
-    assert "NumTasks=2 " in shown
-    assert "CPUs/Task=2 " in shown
+    assert "NumTasks=4 " in shown  # the job of its ranks
+    assert "CPUs/Task=1 " in shown
 
 
 def test_a_command_over_ssh_works_in_the_copy_of_the_code(ssh_place: SshPlace) -> None:
