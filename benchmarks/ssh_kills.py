@@ -3,7 +3,7 @@
     python benchmarks/ssh_kills.py [SEED [COUNT [VICTIM ...]]]    (root: it starts a rack)
 
 Two private hosts with two ranks each; every rank has a child and an orphan that ignore SIGTERM. Killed are a rank, a
-supervisor, a guard, a supervisor with its guard, the command that submits (in the middle, or attached), the sshd of a
+supervisor, a guard, a supervisor with its guard, the command that submits, the sshd of a
 connection, the one that listens, the power of a host, a cable for 60 s; on the first host or the other, during the
 start or later; VICTIM names some of them. Right is, within 20 s, and 45 s where a host is lost: no process of the run
 on any host that is on, a host whose cable is pulled included, or, where the run has to bear it, the same ranks as

@@ -79,7 +79,6 @@ class StartOptions:
     output: str
     follow: bool
     wait: bool = False
-    attach: bool = False
     dry_run: bool = False
     verbose: bool = False
 
@@ -184,14 +183,11 @@ def place_options(function: _F) -> _F:
 
 
 def plan_options(function: _F) -> _F:
-    """Declare the options of commands that can only plan a run, or stay attached to it."""
+    """Declare the options of a command that can also only plan a run."""
     return _declare(
         function,
         click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
         click.option("-v", "--verbose", is_flag=True, help="With -n: show values, variables, files and commands."),
-        click.option(
-            "--attach", is_flag=True, help="With ssh: stay attached; the run ends with this command, also by Ctrl-C."
-        ),
     )
 
 

@@ -308,6 +308,7 @@ _OPTIONS = {
     "config": "the spec needs no option: clusterddp submit SPEC",
     "yes": "leave it out, this command asks nothing",
     "dryrun": "-n, or --dry-run, shows the plan",
+    "attach": "--follow shows what rank 0 prints; clusterddp cancel RUN ends the run",
     "watch": "--follow shows what rank 0 prints; clusterddp status RUN --watch shows the ranks",
 }
 """Option that other programs have, without its hyphens -> what to type instead, in a sentence."""

@@ -356,7 +356,6 @@ def _plan(
         runs_dir=options.runs_dir,
         working_dir=working_dir or Path.cwd(),
         environ=terminal.environ,
-        attached=options.attach,
         parent=parent,
         trial=trial,
         submission=submission,
@@ -402,8 +401,6 @@ def _carry_out_sweep(plan: SweepPlan, terminal: Terminal, options: StartOptions)
 
 
 def _refuse_for_sweep(options: StartOptions) -> None:
-    if options.attach:
-        raise click.UsageError("--attach is for one run, and this is a sweep of many, which its queue starts")
     if options.follow:
         raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
 

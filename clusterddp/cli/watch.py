@@ -23,7 +23,7 @@ from clusterddp.system.files import read_json
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.places.base import Closeable
+    from clusterddp.places.worker.worker import Carried
     from clusterddp.run.state import RunView
     from clusterddp.submission.submit import Submitted
     from clusterddp.view.progress import Progress
@@ -43,24 +43,29 @@ _SAME_LINE_INTERVAL_S = 300.0
 Show = Callable[["RunView", "Progress | None"], None]
 
 
-def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
-    """Print which run was started, and watch it as long as the options ask for; return the exit code."""
+def stay_with(
+    submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str, carried: Carried | None = None
+) -> int:
+    """Print which run was started, and watch it as long as the options ask for; return the exit code.
+
+    `carried`: this command is a part of the run, which ends with it.
+    """
     run = RunDir(Path(submitted.run_dir))
-    with _attached(run, submitted.connections) if submitted.connections else contextlib.nullcontext():
+    with _carrying(run, carried) if carried else contextlib.nullcontext():
         say(f"{verb} {click.style(submitted.run, bold=True)}  ({submitted.launcher} job {submitted.job_id})")
         if options.output == "json":
             facts = {"run": submitted.run, "launcher": submitted.launcher, "job_id": submitted.job_id}
             put_json(facts | {"run_dir": str(submitted.run_dir)}, indent=None)
         elif not sys.stdout.isatty():  # on a terminal the line above has the name
             put(submitted.run)
-        if not (submitted.connections or options.wait or options.follow):
+        if not (carried or options.wait or options.follow):
             where = address(run, terminal)
             say(f"  follow  clusterddp logs -f {where}")
             say(f"  status  clusterddp status {where}")
             say(f"  cancel  clusterddp cancel {where}")
             return 0
         with Synchroniser([run], terminal.environ, report=say_note) as sync:
-            with contextlib.nullcontext() if submitted.connections else detaching(run, terminal):
+            with contextlib.nullcontext() if carried else detaching(run, terminal):
                 if options.follow:
                     stream = sys.stderr if options.output == "json" else sys.stdout
                     write_logs(run, "0", terminal, sync, follow=True, stream=stream)
@@ -69,21 +74,21 @@ def stay_with(submitted: Submitted, terminal: Terminal, options: StartOptions, *
 
 
 @contextlib.contextmanager
-def _attached(run: RunDir, connections: Closeable) -> Iterator[None]:
+def _carrying(run: RunDir, carried: Carried) -> Iterator[None]:
     """Let the run end with this command, however that ends."""
     from clusterddp.submission.cancel import cancel
 
     try:
         yield
     except KeyboardInterrupt:
-        say(f"\n{run.name} is attached to this command, and ends with it")
+        say(f"\n{run.name} ends with this command")
         try:
             say(f"{run.name} {cancel(run)}")
         except ClusterddpError as error:
             say(f"{error.message}; its hosts end it when the heartbeats of this command stop")
         raise
     finally:
-        connections.close()
+        carried.close()
 
 
 @contextlib.contextmanager

@@ -157,11 +157,9 @@ def _be_node(
     if carried.number == 0:  # the run's notes and the output of rank 0 are shown here only
         for note in (read_json(run.plan) or {}).get("notes", ()):
             say_note(note)
-    submitted = Submitted(
-        run=run.name, launcher=WORKER, job_id=read_run(run).job_id, run_dir=run.path, connections=carried
-    )
+    submitted = Submitted(run=run.name, launcher=WORKER, job_id=read_run(run).job_id, run_dir=run.path)
     options = StartOptions(runs_dir=runs_dir, output="text", follow=carried.number == 0)
-    return stay_with(submitted, terminal, options, verb="joined")
+    return stay_with(submitted, terminal, options, verb="joined", carried=carried)
 
 
 @contextlib.contextmanager

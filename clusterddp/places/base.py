@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from clusterddp.planning.processes import EXEC_MODULE
 from clusterddp.run.stacks import request_stacks
@@ -19,27 +18,12 @@ if TYPE_CHECKING:
     from clusterddp.run.state import Answer, Records
 
 
-class Closeable(Protocol):
-    """Open connections that `close` ends."""
-
-    def close(self) -> object: ...
-
-
 Report = Callable[[str], object]
 """Receives messages about the progress of slow steps."""
 
 
 def no_report(message: str) -> None:
     """Drop a progress message."""
-
-
-@dataclass(frozen=True, slots=True)
-class Started:
-    """The result of a launcher's start."""
-
-    job_id: str
-    connections: Closeable | None = None
-    """The open connections that an attached run depends on; it ends when they are closed or this process ends."""
 
 
 class Launcher:
@@ -63,7 +47,7 @@ class Launcher:
         Raises: PreflightError.
         """
 
-    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> str:
         """Start an attempt whose directory is ready; `report` receives progress messages of slow steps.
 
         Raises: ClusterddpError: the attempt did not start and left nothing. SlurmError, `transient`: it may have

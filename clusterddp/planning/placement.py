@@ -74,8 +74,6 @@ class Request:
     environ: Mapping[str, str]
     parent: str | None = None
     """The run that this one repeats."""
-    attached: bool = False
-    """True: a run over SSH ends when the process that starts it ends."""
     queued: bool = False
     """True: the run waits for its GPUs, so they may be in use now."""
     trial: Trial | None = None

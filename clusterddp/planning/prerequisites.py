@@ -29,14 +29,9 @@ _HARMLESS = re.compile(r"|[\d.]+|true|false|yes|no|on|off|none|[~./].*", re.IGNO
 
 
 def refuse_unplannable(job: JobSpec, request: Request) -> None:
-    """Raise a UsageError for a spec of many runs, an option of another launcher, or a secret that is not set."""
+    """Raise a UsageError for a spec of many runs, a function without its pickle, or a secret that is not set."""
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this command takes one", hint="~sweep drops the section")
-    if request.attached and job.launcher != "ssh":
-        raise UsageError(
-            f"--attach is for launcher ssh, and this spec has {job.launcher}",
-            hint="--follow stays with any run",
-        )
     function = (job.entry and job.entry.function) or ""
     if is_call(function) and request.submission is None and not (request.parent or request.trial):
         raise UsageError(

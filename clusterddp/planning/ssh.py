@@ -72,8 +72,6 @@ class SshPlan:
     send: tuple[Send, ...] = ()
     fetch: tuple[str, ...] = ()
     """Which of logs, metrics and checkpoints are downloaded at the end."""
-    attached: bool = False
-    """True: the run ends with the process that started it."""
     home: str | None = None
     """In a host's copy of the plan: the home directory there; all paths are then absolute."""
 
@@ -140,7 +138,6 @@ def place(job: JobSpec, request: Request) -> Placement:
         root=job.ssh.dir,
         send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
         fetch=tuple(job.ssh.fetch),
-        attached=request.attached,
     )
     return dataclasses.replace(place_nodes(job), ssh=ssh)
 

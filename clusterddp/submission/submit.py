@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from clusterddp.errors import ClusterddpError, SlurmError, SpecError, UsageError
-from clusterddp.places.base import Closeable, Report, no_report
+from clusterddp.places.base import Report, no_report
 from clusterddp.places.registry import launcher_named, starter_named
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.places.staging import make_run
@@ -47,8 +47,6 @@ class Submitted:
     run_dir: Path
     runs: tuple[str, ...] = ()
     """Of a sweep: the runs that will be started."""
-    connections: Closeable | None = None
-    """The open connections that an attached run depends on; it ends when they are closed."""
 
 
 def submit(plan: Plan, report: Report = no_report) -> Submitted:
@@ -142,7 +140,7 @@ def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_
     launcher = starter_named(name, inherited_environment(), run=run.name)
     try:
         demand_own(run.path)
-        started = launcher.start(run, attempt, report)
+        job_id = launcher.start(run, attempt, report)
     except KeyboardInterrupt:
         # A user who interrupts a submit does not want the run.
         result = launcher.withdraw(run)
@@ -155,9 +153,7 @@ def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_
         if isinstance(error, GpusInUseError) and may_wait:
             raise
         give_up_start(run, error)
-    return Submitted(
-        run=run.name, launcher=name, job_id=started.job_id, run_dir=run.path, connections=started.connections
-    )
+    return Submitted(run=run.name, launcher=name, job_id=job_id, run_dir=run.path)
 
 
 def wait(

@@ -61,7 +61,7 @@ class Kill:
     victim: str
     node: int
     moment: str
-    """`start`: while the command is at work; `later`: all ranks are up; `attached`: likewise, in an attached run."""
+    """`start`: while the command is at work; `later`: all ranks are up."""
     delay_s: float
 
     @property
@@ -71,14 +71,13 @@ class Kill:
     @property
     def goes_on(self) -> bool:
         """True when a run that is up has to bear it."""
-        return self.victim in {GUARD, LISTENER} or (self.moment != "attached" and self.victim in {SESSION, LAUNCHER})
+        return self.victim in {GUARD, LISTENER, SESSION, LAUNCHER}
 
 
 KINDS = [
     *((victim, node, "later") for victim in (RANK, SUPERVISOR, GUARD, BOTH, POWER, CABLE, SESSION) for node in (0, 1)),
     *((victim, None, "start") for victim in (RANK, SUPERVISOR, GUARD, POWER, CABLE, SESSION, LISTENER)),
-    *((LAUNCHER, None, "start"), (LAUNCHER, None, "start"), (LAUNCHER, None, "attached")),
-    *((SESSION, None, "attached"), (LISTENER, None, "later"), (LISTENER, None, "attached")),
+    *((LAUNCHER, None, "start"), (LAUNCHER, None, "start"), (LISTENER, None, "later")),
 ]
 
 

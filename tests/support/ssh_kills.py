@@ -74,8 +74,7 @@ class Round:
         """Submit, kill, look."""
         (self.place.path / "gang.py").write_text(GANG)
         (self.place.path / "job.yaml").write_text(SPEC)
-        attached = ["--attach"] if self.kill.moment == "attached" else []
-        command = self.place.start("submit", "job.yaml", *attached)
+        command = self.place.start("submit", "job.yaml")
         watcher: subprocess.Popen[str] | None = None
         try:
             wait_until(lambda: bool(self._find_run()), 60)
@@ -84,7 +83,7 @@ class Round:
             else:
                 wait_until(lambda: self.is_up() or command.poll() not in (None, 0), 60)
                 self.expect(self.is_up(), "it has not come up")
-                if self.kill.victim == SESSION and not attached:
+                if self.kill.victim == SESSION:
                     watcher = self.place.start("wait", self.run.name)
                     wait_until(lambda: bool(sshd_sessions(self.rack, self.kill.host)), 20)
                 time.sleep(self.kill.delay_s)
@@ -239,10 +238,6 @@ class Round:
             named = (cause["rank"], cause["host"]) == (self.rank, kill.host) and "SIGKILL" in words
         elif kill.victim in {SUPERVISOR, BOTH}:
             named = cause["host"] == kill.host and f"node {kill.node} " in words
-        elif kill.victim == LAUNCHER:
-            named = "command" in words
-        elif kill.victim == SESSION:
-            named = kill.host in words and "command" in words
         else:
             named = cause["host"] == kill.host and kill.host in words
         return bool(named or early)

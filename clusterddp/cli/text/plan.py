@@ -372,8 +372,6 @@ def _ssh_facts(ssh: SshPlan, *, with_code: bool) -> list[tuple[str, str]]:
     facts = [("sends", f"{parts} to each host, without what is there already" if parts else "nothing")]
     if any(node.gpus for node in ssh.hosts):
         facts.append(("busy GPUs", "the run is refused"))
-    if ssh.attached:
-        facts.append(("attached", "the run ends with the process that submits it"))
     return facts
 
 

@@ -15,7 +15,7 @@ import time
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.places.base import Launcher, Report, Started, no_report
+from clusterddp.places.base import Launcher, Report, no_report
 from clusterddp.places.local.task import BEGUN, GPUS_TAKEN
 from clusterddp.planning.placement import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import move_plan, plan_json, read_plan
@@ -40,7 +40,7 @@ CLEAR_TIMEOUT_S = 5.0
 class LocalLauncher(Launcher):
     """Runs on this machine."""
 
-    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> str:
         """Start the attempt; return when its task begins.
 
         By then the record names submitit's controller as job and keeper; the run ends when the controller dies.
@@ -62,7 +62,7 @@ class LocalLauncher(Launcher):
             job_id = read_run(run).job_id
             if answer != BEGUN or job_id is None:
                 raise ClusterddpError(f"{run.name} could not be started: {_last_words(run)}")
-            return Started(job_id)
+            return job_id
         except (TimeoutError, subprocess.TimeoutExpired) as error:
             end_processes(f"{token}.", timeout_s=5.0)
             raise ClusterddpError(

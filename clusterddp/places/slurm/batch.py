@@ -360,7 +360,7 @@ def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
     tag = job_tag(record.token, number)
     job = find_job(run, record, carried.environment) if record.job_tag == tag else None
     if job is None:
-        job_id = submit_attempt(run, number, carried.environment, keep_variables=True).job_id
+        job_id = submit_attempt(run, number, carried.environment, keep_variables=True)
     else:
         job_id = job.job_id
         write_job_answer(run, tag, JobAnswer(job_id=job_id, cluster=record.cluster))

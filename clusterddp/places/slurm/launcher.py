@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, UsageError
-from clusterddp.places.base import Launcher, Report, Started, no_report
+from clusterddp.places.base import Launcher, Report, no_report
 from clusterddp.places.slurm.commands import call_slurm, run_slurm
 from clusterddp.places.slurm.explain import advise_refusal
 from clusterddp.places.slurm.queue import Phase, Slurm, scancel
@@ -189,7 +189,7 @@ class SlurmLauncher(Launcher):
             raise ClusterddpError(f"{run.name}: its job {job.job_id} does not end: its state is {job.state}")
         return 1
 
-    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> str:
         """Submit the job that starts with this attempt; see `submit_attempt`."""
         return submit_attempt(run, attempt, self._environ, report=report)
 
@@ -209,7 +209,7 @@ def submit_attempt(
     *,
     keep_variables: bool = False,
     report: Report = no_report,
-) -> Started:
+) -> str:
     """Submit the job that starts with this attempt; sbatch runs once.
 
     The job's tag is written into the record before sbatch runs. The job's id goes into a file of its own afterwards,
@@ -250,7 +250,7 @@ def submit_attempt(
         withdraw_job(run, environ)
         raise
     log_event(run, "submitted", attempt=attempt, job_id=job_id, **({"sbatch": warnings} if warnings else {}))
-    return Started(job_id)
+    return job_id
 
 
 def withdraw_job(run: RunDir, environ: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """The ssh launcher: starts one supervisor per node on hosts that SSH reaches, on all of them or on none.
 
 Until all supervisors run they depend on our heartbeats: they exit if this process dies. Then they are released, and the
-run no longer depends on this machine, unless it is attached.
+run no longer depends on this machine.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from clusterddp.errors import ClusterddpError, NonsenseError, PreflightError, Ss
 from clusterddp.facts.checks import Needs, reds_of
 from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
-from clusterddp.places.base import Launcher, Report, Started, no_report
+from clusterddp.places.base import Launcher, Report, no_report
 from clusterddp.places.ssh.connections import call_each
 from clusterddp.places.ssh.host_run import ask_reports
 from clusterddp.places.ssh.network import settle_network
@@ -68,7 +68,7 @@ class Grant(NamedTuple):
 class SshLauncher(Launcher):
     """Runs on hosts that are reached over SSH."""
 
-    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> Started:
+    def start(self, run: RunDir, attempt: int, report: Report = no_report) -> str:
         """Start the attempt on its hosts; the job id is the head's pid and host. `report` receives progress messages.
 
         Raises: SshError, PreflightError, ClusterddpError: the attempt could not start. Hosts that answer have no
@@ -80,8 +80,6 @@ class SshLauncher(Launcher):
         try:
             with Heartbeats(sessions):
                 job_id = _start(run, attempt, sessions, self._environ, report)
-            if plan.ssh is not None and plan.ssh.attached:
-                return Started(job_id, connections=Heartbeats(sessions))
             sessions.ask_all("run.ask", {"name": name, "what": "release", "reason": ""})
         except BaseException as error:
             interrupted = isinstance(error, KeyboardInterrupt)
@@ -93,7 +91,7 @@ class SshLauncher(Launcher):
             sessions.close()
             raise
         sessions.close()
-        return Started(job_id)
+        return job_id
 
     def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start, which chooses interfaces, addresses and GPUs again."""

@@ -118,30 +118,20 @@ class HostSessions:
 class Heartbeats:
     """Heartbeats to all hosts: the run's supervisors end when they miss them, so the run ends with this process.
 
-    A run depends on them while it is being started, an attached run until it ends.
+    A run depends on them while it is being started.
     """
 
     def __init__(self, sessions: HostSessions) -> None:
-        self._sessions = sessions
         self._stopped = threading.Event()
         for number, session in enumerate(sessions.by_host.values()):
             first_s = HEARTBEAT_INTERVAL_S * (number + 1) / len(sessions.by_host)
             threading.Thread(target=self._send, args=(session, first_s), daemon=True).start()
 
-    def stop(self) -> None:
-        """Stop the heartbeats; the connections stay open."""
-        self._stopped.set()
-
-    def close(self) -> None:
-        """Stop the heartbeats and close the connections, which ends the run if it still runs."""
-        self.stop()
-        self._sessions.close()
-
     def __enter__(self) -> Heartbeats:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        self.stop()
+        self._stopped.set()  # the connections stay open
 
     def _send(self, session: Session, first_s: float) -> None:
         """Send heartbeats to one host, in a thread of its own: a host that hangs delays no other."""

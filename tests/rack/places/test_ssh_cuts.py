@@ -17,10 +17,9 @@ from clusterddp.places.ssh.host_run import read_reports
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from tests.support.launch_runs import IMPATIENT
 from tests.support.ssh_kill_kinds import CHILD, GANG, LAN, NODES, ORPHAN, SPEC
 from tests.support.ssh_place import HostProcess, SshPlace, send, ssh_place_on
-from tests.support.ssh_traces import is_up, sshd_sessions
+from tests.support.ssh_traces import is_up
 from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack, running_rack
@@ -95,28 +94,6 @@ def test_a_detached_run_and_the_command_that_waits_for_it_survive_a_laptop_witho
         wait_until(lambda: read_end(place.host_run_dir("node1", run).attempt(0)) is not None, 20)
     _, said = waiting.communicate(timeout=240)
     assert (waiting.returncode, place.status(run)["state"]) == (0, "COMPLETED"), said
-
-
-def test_an_attached_run_ends_on_every_host_that_the_laptop_is_cut_off_from(place: SshPlace) -> None:
-    (place.path / "job.yaml").write_text(SPEC + IMPATIENT)
-    command, run = start(place, "--attach")
-    wait_until(lambda: is_seen(run), 20)
-    with cut_off(place.rack):
-        wait_until(lambda: not place.all_processes(place.record(run).token), 20)
-    command.communicate(timeout=240)
-    status = place.status(run)
-    assert (status["state"], command.returncode) == ("FAILED", 5)
-    assert "lost the command that carries the run" in status["root_cause"]["error"]
-
-
-def test_an_attached_run_ends_everywhere_when_one_host_is_cut_off_from_the_laptop(place: SshPlace) -> None:
-    command, run = start(place, "--attach")
-    for pid in sshd_sessions(place.rack, "node2"):
-        os.kill(pid, signal.SIGKILL)
-    wait_until(lambda: not place.all_processes(place.record(run).token), 20)
-    command.communicate(timeout=240)
-    cause = place.status(run)["root_cause"]
-    assert (command.returncode, cause["host"]) == (5, "node2")
 
 
 def test_ctrl_c_while_a_run_is_being_started_leaves_nothing_of_it(place: SshPlace) -> None:

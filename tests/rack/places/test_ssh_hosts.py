@@ -1,16 +1,15 @@
-"""What a plan says of hosts, on hosts: unequal ones of a hostfile, where code and data lie, a run that is attached."""
+"""What a plan says of hosts, on hosts: unequal ones of a hostfile, where code and data are."""
 
 from __future__ import annotations
 
 import json
-import signal
 from pathlib import Path
 
 import pytest
 
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
-from tests.support.ssh_place import SshPlace, send
+from tests.support.ssh_place import SshPlace
 from tests.support.waiting import wait_until
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
@@ -65,28 +64,3 @@ def test_unequal_hosts_of_a_hostfile_have_the_ranks_code_and_data_of_the_plan(ss
     assert {fact["WORLD_SIZE"] for fact in facts} == {4}
     assert {fact["data"] for fact in facts} == {"sent"}
     place.await_gone()
-
-
-@pytest.mark.parametrize("word", [signal.SIGINT, signal.SIGKILL, signal.SIGHUP])
-def test_an_attached_run_ends_with_the_command(ssh_place: SshPlace, word: signal.Signals) -> None:
-    place = ssh_place
-    (place.path / "sleep.py").write_text(SLEEP)
-    (place.path / "job.yaml").write_text(SPEC + "resources: {procs_per_node: 2}\nentry: {script: sleep.py}\n")
-    process = place.start("submit", "job.yaml", "--hosts", "node1,node2", "--attach")
-    wait_until(lambda: (place.path / "runs").exists() and len(ranks_of(place)) == 4, 60)
-    assert process.stderr is not None
-    while not process.stderr.readline().startswith("submitted"):  # ranks run a little before that is known
-        assert process.poll() is None
-    send(process, word)
-    _, said = process.communicate(timeout=240)
-    wait_until(lambda: not place.all_processes(), 30)
-    if word == signal.SIGINT:
-        assert process.returncode == 130, said
-        assert "is attached to this command, and ends with it" in said
-
-
-def ranks_of(place: SshPlace) -> list[str]:
-    try:
-        return [each.role for each in place.all_processes() if each.role.startswith("n")]
-    except (IndexError, OSError):
-        return []

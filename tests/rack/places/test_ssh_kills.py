@@ -30,7 +30,7 @@ KILLS = [
     Kill(victim=GUARD, node=1, moment="later", delay_s=0.1),
     Kill(victim=BOTH, node=0, moment="later", delay_s=0.1),
     Kill(victim=LAUNCHER, node=0, moment="start", delay_s=1.5),
-    Kill(victim=SESSION, node=1, moment="attached", delay_s=0.3),
+    Kill(victim=SESSION, node=1, moment="start", delay_s=0.3),
     Kill(victim=LISTENER, node=0, moment="later", delay_s=0.1),
     Kill(victim=POWER, node=0, moment="later", delay_s=0.4),
 ]

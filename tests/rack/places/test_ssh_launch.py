@@ -287,30 +287,6 @@ def test_resume_goes_on_from_the_checkpoint_of_the_first_host(place: SshPlace) -
     place.clusterddp("cancel", run.name)
 
 
-def test_an_attached_run_ends_with_its_launcher(place: SshPlace) -> None:
-    (place.path / "job.yaml").write_text(SLEEP)
-    process = place.start("submit", "job.yaml", "--attach")
-    wait_until(lambda: list_runs(place.runs_dir), 20)
-    run = place.run_dir()
-    await_started(place, run)
-    send(process, signal.SIGKILL)
-    process.wait()
-    place.await_gone(within_s=20)
-    assert head_end(place, run).outcome == "FAILED"
-
-
-def test_ctrl_c_ends_an_attached_run_as_cancelled(place: SshPlace) -> None:
-    (place.path / "job.yaml").write_text(SLEEP)
-    process = place.start("submit", "job.yaml", "--attach")
-    wait_until(lambda: list_runs(place.runs_dir), 20)
-    run = place.run_dir()
-    await_started(place, run)
-    send(process, signal.SIGINT)
-    process.communicate(timeout=240)
-    place.await_gone(within_s=20)
-    assert head_end(place, run).outcome == "CANCELLED"
-
-
 def test_a_detached_run_does_not_notice_the_end_of_its_launcher(lan: Rack) -> None:
     with ssh_place_on(lan) as place:
         (place.path / "wait.py").write_text(

@@ -192,7 +192,6 @@ def test_the_dry_run_shows_the_lines_of_sbatch_and_hides_a_secret(
     [
         (["--sweep"], "--sweep is for a spec, and this is a batch script"),
         (["--profile", "lab"], "--profile is for a spec, and this is a batch script"),
-        (["--attach"], "--attach is for launcher ssh"),
         (["--hosts", "node1"], "launcher: a batch script is for Slurm"),
         (["train.lr=1"], "train: the batch script has it"),
         (["slurm.array=x"], "--array=x: expected numbers and ranges"),

@@ -1,4 +1,4 @@
-"""`submit --hosts`, `--hostfile`, `--attach`: what the command makes of them; nothing is started."""
+"""`submit --hosts`, `--hostfile`: what the command makes of them; nothing is started."""
 
 from __future__ import annotations
 
@@ -77,7 +77,6 @@ def test_the_error_of_a_spec_without_hosts_shows_how_to_name_them(place: Path) -
     [
         (["--hosts", "a", "--hostfile", "hosts"], "--hosts and --hostfile both name the hosts"),
         (["--hosts", "a", "--launcher", "slurm"], "--hosts names hosts for launcher ssh"),
-        (["--attach"], "--attach is for launcher ssh, and this spec has local"),
         (["--hosts", "-oProxyCommand=x"], "expected a host"),
         (["--hosts", ""], "expected a host"),
     ],
@@ -86,11 +85,6 @@ def test_what_does_not_go_together_is_refused(place: Path, arguments: list[str],
     done = clusterddp(place, "submit", "job.yaml", *arguments)
     assert done.returncode == 2
     assert words in done.stderr
-
-
-def test_the_plan_shows_whether_the_run_is_attached(place: Path) -> None:
-    assert planned(place, "--hosts", "a", "--attach")["ssh"]["attached"] is True
-    assert planned(place, "--hosts", "a")["ssh"]["attached"] is False
 
 
 def test_the_dry_run_shows_what_happens_on_the_hosts(place: Path) -> None:

@@ -123,7 +123,7 @@ def test_all_that_the_section_says_is_in_the_plan(tmp_path: Path) -> None:
     key = "SHA256:" + "a" * 43
     text = f"ssh: {{hosts: [{{host: a, host_key: '{key}'}}], dir: /scratch/ana, fetch: [logs], send: "
     ssh = ssh_of(text + "{data: ~/data, data/one: ~/one}}", tmp_path)
-    assert (ssh.root, ssh.fetch, ssh.attached) == ("/scratch/ana", ("logs",), False)
+    assert (ssh.root, ssh.fetch) == ("/scratch/ana", ("logs",))
     assert ssh.hosts[0].host_key == key
     assert [(send.source, send.target, send.files, send.bytes) for send in ssh.send] == [
         (f"{tmp_path}/data", "~/data", 1, 5),
@@ -138,9 +138,7 @@ def test_data_to_send_that_is_not_there_is_refused_with_the_place_it_was_looked_
 
 
 def test_the_plan_is_the_same_after_a_journey_through_json(repository: Path) -> None:
-    planned = plan(ENTRY, repository, attached=True)
-    assert planned.ssh is not None
-    assert planned.ssh.attached
+    planned = plan(ENTRY, repository)
     assert Plan.from_json(json.loads(json.dumps(planned.to_json()))) == planned
     assert Plan.from_json(json.loads(json.dumps(there(planned).to_json()))) == there(planned)
 
@@ -151,13 +149,8 @@ def test_plans_of_other_versions_are_read(tmp_path: Path) -> None:
     assert Plan.from_json(data | {"of_the_future": 1}).ssh is None
     data = plan("", tmp_path).to_json()
     del data["ssh"]["home"], data["ssh"]["hosts"][0]["modules"]
-    data["ssh"]["of_the_future"] = 1
+    data["ssh"] |= {"attached": True, "of_the_future": 1}
     assert Plan.from_json(data).ssh == plan("", tmp_path).ssh
-
-
-def test_to_be_attached_is_for_this_launcher_alone(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="--attach is for launcher ssh, and this spec has local"):
-        plan_text("name: a\n", tmp_path, attached=True)
 
 
 def test_a_script_runs_from_the_snapshot_and_works_in_it(repository: Path) -> None:
