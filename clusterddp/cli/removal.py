@@ -41,7 +41,6 @@ from clusterddp.run.removal import (
     Snapshot,
     Usage,
     check_inside,
-    expires_at,
     find_unused_snapshots,
     fingerprint,
     measure_run,
@@ -72,11 +71,10 @@ class Selector:
     states: tuple[str, ...] = ()
     spec_name: str | None = None
     older_than_s: float | None = None
-    expired: bool = False
 
     @property
     def selects(self) -> bool:
-        return bool(self.states or self.spec_name is not None or self.older_than_s is not None or self.expired)
+        return bool(self.states or self.spec_name is not None or self.older_than_s is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -105,7 +103,6 @@ class RemovalOptions:
 )
 @click.option("--name", "spec_name", metavar="NAME", help="Only runs of specs with this name.")
 @click.option("--older-than", "older_than_s", type=Age(), metavar="30d", help="Only runs that ended that long ago.")
-@click.option("--expired", is_flag=True, help="Only runs whose keep is over.")
 @click.option("--local", is_flag=True, help="Of runs over SSH: remove them here, and leave the hosts alone.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("-n", "--dry-run", is_flag=True, help="Show what would be removed; remove nothing.")
@@ -129,7 +126,7 @@ def rm(
     clusterddp rm --name sweep-lr --state CANCELLED --yes
     """
     if not names and not selector.selects:
-        raise UsageError("names no run", hint="clusterddp rm RUN, or --state, --name, --older-than, --expired")
+        raise UsageError("names no run", hint="clusterddp rm RUN, or --state, --name, --older-than")
     removal = Removal(runs_dir=runs_dir.resolve(), environ=terminal.environ, report=say, here_only=options.local)
     removal.look(names, selector)
     code = _unused_code(removal.runs_dir, without=removal.places)
@@ -284,12 +281,10 @@ class Removal:
 
 def _matches(candidate: Candidate, selector: Selector) -> bool:
     now = time.time()
-    expires = expires_at(candidate.run, candidate.ended) if selector.expired else None
     return (
         (not selector.states or candidate.view.state.value in selector.states)
         and (selector.spec_name is None or candidate.record.name == selector.spec_name)
         and (selector.older_than_s is None or now - candidate.ended >= selector.older_than_s)
-        and (not selector.expired or (expires is not None and expires <= now))
     )
 
 

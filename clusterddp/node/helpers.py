@@ -69,8 +69,8 @@ class Helpers:
         self._run = order.run
         self._in_sweep = (order.run.path.parent / SWEEP_RECORD).exists()
         self._notify = order.gang.notify or Notify(on=())
-        if order.over_ssh:  # users have commands and mail where they submit
-            self._notify = dataclasses.replace(self._notify, command=(), mail=None)
+        if order.over_ssh:  # users have commands where they submit
+            self._notify = dataclasses.replace(self._notify, command=())
         # Over SSH the host has no package to draw it with; the copy of the run where it was submitted gets one.
         self._writes_report = not (order.over_ssh or self._in_sweep or order.step)
         self._environ = dict(environment)
@@ -161,7 +161,7 @@ def try_twice(notify: Notify, about: Message, channel: str) -> str:
 
     The address of a webhook is a secret, which no error has.
     """
-    send = {"command": run_command, "webhook": post, "mail": send_mail}[channel]
+    send = {"command": run_command, "webhook": post}[channel]
     deadline, error = time.monotonic() + SEND_S, ""
     for pause_s in (0.0, _PAUSE_S):
         left_s = deadline - time.monotonic() - pause_s
@@ -216,18 +216,6 @@ def run_command(notify: Notify, about: Message, timeout_s: float) -> None:
     """Run the command with the message on its standard input and in its environment."""
     facts = {f"CLUSTERDDP_{name.upper()}": str(value) for name, value in dataclasses.asdict(about).items()}
     _run(notify.command, json.dumps(about.to_json()).encode(), facts, timeout_s, cwd=about.run_dir)
-
-
-def send_mail(notify: Notify, about: Message, timeout_s: float) -> None:
-    """Send the message by sendmail."""
-    from email.message import EmailMessage
-
-    mail = EmailMessage()
-    mail["To"] = notify.mail
-    mail["Subject"] = f"clusterddp: {about.run} {about.state}"
-    mail.set_content(f"{about.text}\n\n{about.run_dir}\n")
-    path = f"{os.environ.get('PATH', os.defpath)}:/usr/sbin:/usr/lib"
-    _run(("sendmail", "-i", str(notify.mail)), mail.as_bytes(), {"PATH": path}, timeout_s, cwd="/")
 
 
 def _run(words: tuple[str, ...], data: bytes, variables: Mapping[str, str], timeout_s: float, *, cwd: str) -> None:

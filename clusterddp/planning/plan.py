@@ -279,13 +279,12 @@ def _timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
 
 
 def _notify_of(job: JobSpec) -> Notify | None:
-    """Return the messages that clusterddp sends itself; on Slurm sbatch's options send the mail."""
+    """Return the messages that clusterddp sends."""
     spec = job.notify
     if spec is None:
         return None
-    mail = None if job.launcher == "slurm" else spec.mail
     # The path of the command is absolute already.
-    notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook, mail=mail)
+    notify = Notify(on=tuple(dict.fromkeys(spec.on)), command=spec.argv(Path("/")), webhook=spec.webhook)
     return notify if notify.channels else None
 
 

@@ -131,8 +131,6 @@ def _required(job: JobSpec) -> Options:
     }
     if resources.cpus_per_task:
         options["cpus_per_task"] = str(resources.cpus_per_task)
-    if job.notify and job.notify.mail:
-        options |= {"mail_user": job.notify.mail, "mail_type": job.notify.mail_types}
     return options | ({"time": str(resources.time)} if resources.time else {})
 
 

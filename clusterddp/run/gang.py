@@ -145,13 +145,11 @@ class Notify:
     """Its words; empty: none."""
     webhook: str | None = None
     """`${NAME}` of the variable that has its address."""
-    mail: str | None = None
-    """The address, unless Slurm sends the mail."""
 
     @property
     def channels(self) -> tuple[str, ...]:
         """The ways by which messages are sent."""
-        ways = {"command": self.command, "webhook": self.webhook, "mail": self.mail}
+        ways = {"command": self.command, "webhook": self.webhook}
         return tuple(name for name, value in ways.items() if value)
 
 

@@ -22,12 +22,10 @@ from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.attempts import read_end
 from clusterddp.run.code import store_of
 from clusterddp.run.directory import STORE_NAME, SWEEP_RECORD, RunDir
-from clusterddp.run.seal import demand_sealed
 from clusterddp.system.directories import REMOVED, is_hidden, own_directories, remove_directory, unchanged_s, walk_files
 from clusterddp.system.files import is_file
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.processes import find_carriers, read_environment
-from clusterddp.system.units import parse_age
 
 Kind = Literal["run", "code", "package", "remnant"]
 CODE_GRACE_S = 3600.0
@@ -75,16 +73,6 @@ def measure_run(run: RunDir) -> Usage:
 def measure(path: Path) -> int:
     """Add up the bytes on disk below a directory."""
     return sum(status.st_blocks * 512 for _, status in walk_files(path))
-
-
-def expires_at(run: RunDir, ended: float) -> float | None:
-    """Return when `keep` of a run that has ended, such as 30d, is over; None: never."""
-    try:
-        keep = (demand_sealed(run).get("spec") or {}).get("keep")
-    except (ClusterddpError, OSError, AttributeError):
-        return None
-    keep_s = parse_age(keep) if isinstance(keep, str) else None
-    return ended + keep_s if keep_s else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,6 +47,8 @@ _REMOVED: dict[str, str] = {
     "ssh.when_busy": "a run is refused with the name of the run that has its GPUs; submit it when they are free, "
     "or as a sweep, whose runs wait",
     "notify.shell": "a shell is a command like others: command: [sh, -c, 'TEXT']",
+    "notify.mail": "on Slurm slurm: {mail_user: ADDRESS, mail_type: END}; elsewhere command: [mail, -s, TEXT, ADDRESS]",
+    "keep": "clusterddp rm --older-than 30d removes runs that ended that long ago, also with --name",
     "train.comm_allow": "write the mode of exchange itself, such as train.comm: local:8",
     "ssh.conda": "write conda: at the top level; a host of ssh.hosts may have one of its own",
     "ssh.venv": "write venv: at the top level; a host of ssh.hosts may have one of its own",

@@ -18,7 +18,6 @@ from clusterddp.spec.entry_section import PROGRAMS, Command, EntrySpec
 from clusterddp.spec.fields import (
     Conflict,
     Count,
-    Matching,
     Section,
     Word,
     key,
@@ -32,9 +31,6 @@ from clusterddp.spec.hosts import Ssh, SshHost
 from clusterddp.spec.layers import ALLOWED, RUNS_DIR, RUNS_DIR_DESCRIPTION
 from clusterddp.spec.train import TrainSpec
 from clusterddp.spec.tree import Scalar
-
-_MAIL_TYPES = {"start": "BEGIN", "end": "END", "fail": "FAIL", "requeue": "REQUEUE"}
-"""Our events, as Slurm's --mail-type names them; it has none for a hang."""
 
 
 def read_webhook(value: object) -> str:
@@ -76,17 +72,6 @@ class NotifySpec(Section):
         "${NAME}: the variable NAME of your environment has an http or https address, which gets a POST of JSON that "
         "Slack and Mattermost accept. The variable is passed like those under secrets.",
     )
-    mail: (
-        Annotated[str, Matching(r"^[A-Za-z0-9_.+][A-Za-z0-9_.+=-]*(@[A-Za-z0-9][A-Za-z0-9.-]*)?$", "an address")] | None
-    ) = key(
-        None,
-        "An address or a user; on Slurm sbatch's mail-user, elsewhere sendmail sends it, over SSH where you submit.",
-    )
-
-    @property
-    def mail_types(self) -> str:
-        """The events as the value of Slurm's --mail-type."""
-        return ",".join(_MAIL_TYPES[event] for event in dict.fromkeys(self.on) if event in _MAIL_TYPES)
 
     def argv(self, working_dir: Path) -> tuple[str, ...]:
         """Return the words of the command; a relative path of its program is one from `working_dir`."""
@@ -97,22 +82,10 @@ class NotifySpec(Section):
 
 
 def notify_conflicts(job: JobSpec) -> Iterator[Conflict]:
-    """Find values of the notify section that conflict with each other or with Slurm's own mail."""
+    """Find a notify section that sends nothing."""
     notify = job.notify
-    if notify is None:
-        return
-    if not (notify.command or notify.webhook or notify.mail):
-        yield Conflict(("notify",), "names no command, webhook or mail, expected one of them or more")
-    if notify.mail and job.launcher == "slurm":
-        own = [name for name in ("mail_user", "mail_type") if name in job.slurm]
-        if own:
-            yield Conflict((f"slurm.{own[0]}",), "notify.mail sets it, expected one of them")
-        if not notify.mail_types:
-            yield Conflict(
-                ("notify.on", "notify.mail"),
-                "Slurm sends the mail, and knows no hang",
-                "a command or a webhook is sent by clusterddp itself",
-            )
+    if notify is not None and not (notify.command or notify.webhook):
+        yield Conflict(("notify",), "names no command and no webhook, expected one of them or both")
 
 
 DIALECT = "https://json-schema.org/draft/2020-12/schema"
@@ -288,12 +261,7 @@ class JobSpec(Section):
         "metrics.jsonl, whichever is longest.",
     )
     notify: NotifySpec | None = key(
-        None, "Messages about the run's start, end, restarts and hangs: a command, a webhook, a mail."
-    )
-    keep: fields.Age | None = key(
-        None,
-        "How long the run is kept after its end, 12h, 30d or 4w; then clusterddp rm --expired removes it, and nothing "
-        "else does. Default: for ever.",
+        None, "Messages about the run's start, end, restarts and hangs: a command, a webhook."
     )
     snapshot: fields.Switch = key(True, "Run a copy of the code, which later edits do not change.")
     train: TrainSpec | None = key(None, "The built-in trainer; also what runs when there is no entry.")

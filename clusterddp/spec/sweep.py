@@ -48,9 +48,7 @@ _REASONS = dict.fromkeys(
     ("resources", "device", "slurm", "ssh", "container", "entry.owns_ranks"),
     "it is a request for machines, which all runs of a sweep share",
 ) | {
-    **dict.fromkeys(
-        ["launcher", "name", "keep", "after", "secrets", "notify", "snapshot", "stop", "sweep"], _OF_THE_SWEEP
-    ),
+    **dict.fromkeys(["launcher", "name", "after", "secrets", "notify", "snapshot", "stop", "sweep"], _OF_THE_SWEEP),
     "restarts": f"{_OF_THE_SWEEP}: Slurm restarts all tasks of a job array or none",
 }
 """Why the other keys cannot be swept."""

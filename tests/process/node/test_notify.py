@@ -73,7 +73,7 @@ def test_the_head_of_a_run_that_fails_sends_one_message_by_each_way(place: Path)
 
 
 def test_the_report_is_written_at_the_end_and_status_names_it(place: Path):
-    run = submit(place, FAILS, "mail: nobody@invalid", "--wait")
+    run = submit(place, FAILS, "command: [true]", "--wait")
     wait_until(run.report.exists)
     assert run.report.stat().st_size <= 300_000
     status = json.loads(clusterddp(place, "status", run.name, "-o", "json").stdout)

@@ -32,13 +32,11 @@ def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "runs"
 
 
-def ended(
-    runs: Path, name: str, *, days_ago: float = 0.0, outcome: str = "COMPLETED", keep: str | None = None
-) -> RunDir:
+def ended(runs: Path, name: str, *, days_ago: float = 0.0, outcome: str = "COMPLETED") -> RunDir:
     run = make_run(runs, name)
     attempt = start_attempt(run)
     write_end(attempt, AttemptEnd(outcome=outcome, reason="x", ended=time.time() - days_ago * DAY_S))  # type: ignore[arg-type]
-    write_json(run.plan, sealed({"gang": {"token": "x"}, "spec": {"keep": keep}}))
+    write_json(run.plan, sealed({"gang": {"token": "x"}, "spec": {}}))
     return run
 
 
@@ -105,7 +103,7 @@ def test_nothing_named_is_wrong_usage(runs: Path, capfd: pytest.CaptureFixture[s
     ended(runs, "brisk-otter-1")
     code, _, err = command(capfd, "rm", "--yes")
     assert (code, left(runs)) == (2, ["brisk-otter-1"])
-    assert "hint: clusterddp rm RUN, or --state, --name, --older-than, --expired" in err
+    assert "hint: clusterddp rm RUN, or --state, --name, --older-than" in err
 
 
 @pytest.mark.parametrize(
@@ -115,7 +113,6 @@ def test_nothing_named_is_wrong_usage(runs: Path, capfd: pytest.CaptureFixture[s
         (["--state", "FAILED", "--state", "CANCELLED"], {"failed-1", "cancelled-1"}),
         (["--older-than", "30d"], {"old-1"}),
         (["--name", "mine"], {"named-1"}),
-        (["--expired"], {"kept-1"}),
         (["--state", "FAILED", "old-1"], set()),
     ],
 )
@@ -123,8 +120,6 @@ def test_options_select_runs(runs: Path, capfd: pytest.CaptureFixture[str], opti
     ended(runs, "failed-1", outcome="FAILED")
     ended(runs, "cancelled-1", outcome="CANCELLED")
     ended(runs, "old-1", days_ago=31)
-    ended(runs, "kept-1", days_ago=8, keep="1w")
-    ended(runs, "kept-2", days_ago=6, keep="1w")
     named(ended(runs, "named-1"), "mine")
     start_attempt(named(make_run(runs, "running-1"), "mine"))
     before = set(left(runs))

@@ -10,7 +10,9 @@ from clusterddp.spec.load import load_spec
 KEYS = [
     ("start: torchrun", "start", "owns_ranks: true"),
     ("ssh: {when_busy: wait}", "ssh.when_busy", "as a sweep"),
-    ("notify: {mail: ada, shell: true}", "notify.shell", "[sh, -c"),
+    ("notify: {command: a, shell: true}", "notify.shell", "[sh, -c"),
+    ("notify: {command: a, mail: ada}", "notify.mail", "slurm: {mail_user: ADDRESS"),
+    ("keep: 30d", "keep", "rm --older-than 30d"),
     ("train: {comm_allow: [bf16]}", "train.comm_allow", "train.comm: local:8"),
 ]
 """A line of a spec, the key in it, and words of the hint."""

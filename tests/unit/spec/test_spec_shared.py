@@ -210,9 +210,9 @@ def test_a_run_goes_on_as_planned_after_the_files_have_changed(project: Path, sp
     own = project / "runs" / "spec.yaml"
     own.parent.mkdir()
     own.write_text(plan.spec_text)
-    write(project / "clusterddp.yaml", "restarts: 9\nenv: {A: c, B: d}\nslurm: {partition: gpu}\nkeep: 3d\n")
+    write(project / "clusterddp.yaml", "restarts: 9\nenv: {A: c, B: d}\nslurm: {partition: gpu}\nsnapshot: false\n")
     config = tmp_path / "config.yaml"
-    config.write_text("profiles: {lab: {slurm: {account: x}, keep: 4d}}\ndefault_profile: lab\n")
+    config.write_text("profiles: {lab: {slurm: {account: x}, hang: 'off'}}\ndefault_profile: lab\n")
     again = plan_changed(plan, own, ["train.epochs=3"], {"CLUSTERDDP_CONFIG": str(config)})
     assert again.spec == plan.spec | {"train": plan.spec["train"] | {"epochs": 3}}
 

@@ -28,7 +28,6 @@ SPEC = """name: mine
 entry: {command: "touch PLACE/pwned"}
 resources: {nodes: 1, procs_per_node: 2, gpus_per_node: 0}
 secrets: [GITHUB_TOKEN]
-keep: 1h
 notify: {command: [touch, PLACE/pwned]}
 """
 SSH = "launcher: ssh\nssh: {hosts: [gpu01]}\nsnapshot: false\n"
@@ -287,7 +286,7 @@ def test_a_run_without_a_seal_is_removed_here_and_no_host_is_asked(
     place: Path, capfd: pytest.CaptureFixture[str], launcher: str
 ) -> None:
     run = ended(make(place, "nice-run-1", launcher, own=False))
-    assert command(capfd, "rm --expired --yes")[0] == 0
+    assert command(capfd, "rm --older-than 1h --yes")[0] == 0
     assert run.path.exists()
     code, said = command(capfd, "rm nice-run-1 -n")
     assert (code, "unsealed: only this directory" in said) == (0, True), said

@@ -131,17 +131,6 @@ def test_a_command_that_fails_is_a_warning_with_its_last_words(tmp_path: Path):
     assert said == "notify.command was not sent (end): sh ended with exit code 4: no pager here"
 
 
-def test_a_mail_is_sent_by_sendmail(tmp_path: Path):
-    programs = tmp_path / "programs"
-    programs.mkdir()
-    (programs / "sendmail").write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/arguments\ncat > {tmp_path}/mail\n')
-    (programs / "sendmail").chmod(0o755)
-    run = ended_run(tmp_path, "mail: ada@example.org")
-    send(run, PATH=f"{programs}:{os.environ['PATH']}")
-    assert (tmp_path / "arguments").read_text() == "-i ada@example.org\n"
-    assert f"Subject: clusterddp: {run.name} FAILED" in (tmp_path / "mail").read_text()
-
-
 def test_a_message_that_the_head_may_be_sending_is_left_to_it(tmp_path: Path, webhook: Webhook):
     run = ended_run(tmp_path, "webhook: '${HOOK}'", ago_s=5.0, environ={"HOOK": webhook.url})
     send_left(run, read_state(run), dict(os.environ) | {"HOOK": webhook.url})
