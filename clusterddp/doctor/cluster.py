@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
+from clusterddp.doctor.probe import PYTHON
 from clusterddp.errors import ClusterddpError, PreflightError, SlurmError
 from clusterddp.facts.checks import Check, Needs, Result, note, ok, red
 from clusterddp.facts.judge import (
@@ -38,6 +39,7 @@ from clusterddp.places.slurm.queue import Phase, Slurm, Wanted, scancel
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.planning.processes import process_environment
+from clusterddp.planning.python import choose_python
 from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.system.units import format_bytes
 from clusterddp.wire import build, read_object
@@ -111,6 +113,8 @@ class JobRequest:
     options: Mapping[str, str | bool] = field(default_factory=dict)
     """The spec's options of sbatch, by their long names with underscores."""
     python: str
+    python_of_ranks: str = ""
+    """Whose torch is checked; empty: `python`."""
     paths: tuple[str, ...] = ()
     """PYTHONPATH and LD_LIBRARY_PATH for it."""
 
@@ -147,7 +151,7 @@ def run_job(
     """
     nonce = secrets.token_hex(16)
     tag = job_tag(nonce, 0)
-    with _directory(runs_dir, nonce) as directory:
+    with _directory(runs_dir, nonce, request.python_of_ranks or request.python) as directory:
         job_id = None
         try:
             submitted = time.time()
@@ -211,14 +215,18 @@ def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:
 
 
 @contextlib.contextmanager
-def _directory(runs_dir: Path, nonce: str) -> Iterator[Path]:
-    """Make a directory for the reports in the runs directory; remove it, and what was made for it, at the end."""
+def _directory(runs_dir: Path, nonce: str, python: str) -> Iterator[Path]:
+    """Make a directory for the reports in the runs directory; remove it, and what was made for it, at the end.
+
+    `python`: that of the ranks, for the probes.
+    """
     made = [path for path in (runs_dir, *runs_dir.parents) if not path.exists()]
     directory = runs_dir / f".doctor-{nonce[:8]}"
     try:
         runs_dir.mkdir(parents=True, exist_ok=True)
         directory.mkdir(mode=0o700)
         (directory / "job.sh").write_text(SCRIPT)
+        (directory / PYTHON).write_text(python, encoding="utf-8")
         yield directory
     except OSError as error:
         raise ClusterddpError(f"{error.filename or directory}: {error.strerror}") from error
@@ -408,14 +416,15 @@ def check_cluster(
 ) -> list[Check]:
     """Check this machine and its cluster, for a spec if there is one; `with_job`: also nodes, within `timeout_s`."""
     job = resolved.job if resolved else None
-    here = dataclasses.replace(read_machine(runs_dir, environ), torch=import_torch())
+    python = _python_of_ranks(job, runs_dir, environ)
+    here = dataclasses.replace(read_machine(runs_dir, environ), torch=import_torch(python))
     needs = _needs_of(job)
     found = list(_check_here(here, job, needs, environ))
     if resolved is not None:
         found += check_plan(resolved, runs_dir, environ)
     checks = [Check(name=name, results={here.host: result}) for name, result in found]
     if with_job:
-        request = _job_request(job, environ)
+        request = _job_request(job, environ, python)
         try:
             answer = run_job(request, runs_dir=runs_dir.absolute(), environ=environ, timeout_s=timeout_s, report=report)
         except PreflightError as error:
@@ -471,13 +480,22 @@ def _needs_of(job: JobSpec | None) -> Needs:
     return Needs(trainer=job.entry is None, use_gpus=not on_cpu, num_gpus=num_gpus)
 
 
-def _job_request(job: JobSpec | None, environ: Mapping[str, str]) -> JobRequest:
+def _python_of_ranks(job: JobSpec | None, runs_dir: Path, environ: Mapping[str, str]) -> str:
+    """Return the Python of the spec's ranks; ours, where the plan says why there is none."""
+    request = Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
+    with contextlib.suppress(ClusterddpError):
+        return (job and choose_python(job, request).executable) or sys.executable
+    return sys.executable
+
+
+def _job_request(job: JobSpec | None, environ: Mapping[str, str], python: str) -> JobRequest:
     environment = process_environment("", environ)
     return JobRequest(
         num_nodes=job.resources.nodes if job else _NUM_NODES,
         gpus_per_node=(job.resources.gpus_per_node or 0) if job else 0,
         options=dict(job.slurm) if job else {},
         python=sys.executable,
+        python_of_ranks=python,
         paths=(environment.get("PYTHONPATH", ""), environment.get("LD_LIBRARY_PATH", "")),
     )
 

@@ -31,6 +31,8 @@ from clusterddp.wire import read_object
 
 _FIRST_PORT, _NUM_PORTS, _PORT_SPAN = 20_000, 4, 3_000
 """Below the ephemeral range, from which the kernel takes ports."""
+PYTHON = "python"
+"""The file that names the Python of the ranks."""
 _WAY_S = 20.0
 _ANSWER_S = 2.0
 _RETRY_S = 0.2
@@ -55,7 +57,8 @@ def main(arguments: list[str]) -> int:
         report["way"] = _try_way(first_node, nonce, ports, machine)
     try:
         _write_report(report, directory)
-        torch = dataclasses.asdict(import_torch())
+        python = (directory / PYTHON).read_text(encoding="utf-8")
+        torch = dataclasses.asdict(import_torch(python))
         _write_report(report | {"machine": machine.to_json() | {"torch": torch}, "done": True}, directory)
     except OSError as error:
         print(f"{node}: {directory}: {error.strerror}", file=sys.stderr, flush=True)

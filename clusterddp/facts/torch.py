@@ -94,15 +94,16 @@ class Torch:
         return self.version not in (None, UNKNOWN_VERSION) and not self.cuda and not self.hip
 
 
-def import_torch() -> Torch:
-    """Import torch and torchvision in a process of their own."""
-    found, error = _ask_python("the import", code_command(_IMPORT), timeout_s=_IMPORT_TIMEOUT_S)
+def import_torch(executable: str = sys.executable) -> Torch:
+    """Import torch and torchvision in a process of their own, of this Python or another one."""
+    argv = code_command(_IMPORT, python=None if executable == sys.executable else executable)
+    found, error = _ask_python("the import", argv, timeout_s=_IMPORT_TIMEOUT_S)
     if found is None:
-        return Torch(error=error)
+        return Torch(executable=executable, error=error)
     if str(found.get("error", "")).startswith("ModuleNotFoundError: No module named 'torch'"):
-        return Torch()
+        return Torch(executable=executable)
     driver = read_driver(os.environ) if found.get("cuda") and not found.get("gpus") else None
-    return Torch(**found, compile_obstacle=find_compile_obstacle(os.environ), driver=driver)
+    return Torch(executable=executable, **found, compile_obstacle=find_compile_obstacle(os.environ), driver=driver)
 
 
 def ask_torch(executable: str, environ: Mapping[str, str], working_dir: Path) -> Torch:

@@ -25,7 +25,7 @@ from clusterddp.spec.secret_values import hide_in_text, is_secret
 Fate = Literal["lost", "before", "ours"]
 """lost: the spec cannot express it; before: the user does it before a submit; ours: clusterddp does it itself."""
 
-_PASSED_ON = re.compile(r"PATH|PYTHON[A-Z]*|LD_LIBRARY_PATH|CUDA_HOME|CONDA_[A-Z_]*|LIBRARY_PATH|CPATH|MODULEPATH")
+PASSED_ON = re.compile(r"PATH|PYTHON[A-Z]*|LD_LIBRARY_PATH|CUDA_HOME|CONDA_[A-Z_]*|LIBRARY_PATH|CPATH|MODULEPATH")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ def set_variable(name: str, value: Word, findings: Findings, line: int | None, *
         findings.lose(text, "resources.cpus_per_task sets it", line, fate="ours")
     elif not value.computed:
         findings.values.setdefault("env", {})[name] = value.text
-    elif _PASSED_ON.fullmatch(name):
+    elif PASSED_ON.fullmatch(name):
         findings.lose(text, "in the shell that submits: this variable is passed on", line, fate="before")
     else:
         return False

@@ -164,7 +164,8 @@ def write_spec(findings: Findings) -> Imported:
 
     Raises: UsageError: it is not valid.
     """
-    order = ["name", "launcher", "device", "resources", "slurm", "ssh", "network", "container", "env", "secrets",
+    order = ["name", "launcher", "device", "resources", "slurm", "ssh", "network", "container", "python", "venv",
+             "conda", "setup", "env", "secrets",
              "restarts", "entry", "train"]  # fmt: skip
     values = {key: findings.values[key] for key in order if key in findings.values}
     try:

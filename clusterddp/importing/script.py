@@ -14,14 +14,15 @@ from itertools import takewhile
 from pathlib import PurePath
 
 from clusterddp.errors import UsageError
-from clusterddp.importing.files import Findings, set_variable
+from clusterddp.importing.files import PASSED_ON, Findings, set_variable
 from clusterddp.importing.job import SUBMIT_THERE, set_program, set_sizes, translate_options
 from clusterddp.importing.launch import count_ranks, read_srun
+from clusterddp.ranks.environment import PLACE_VARIABLES
 from clusterddp.spec.batch_script import spec_name
 from clusterddp.spec.launch_options import Word, words
 from clusterddp.spec.launchers import Launch, name_launcher, read_launch
 from clusterddp.spec.sbatch_lines import SIZES, GivenOptions, read_sbatch_lines, read_sizes
-from clusterddp.spec.secret_values import hide_secret_arguments
+from clusterddp.spec.secret_values import hide_in_text, hide_secret_arguments, is_secret
 
 _IN_BRACKETS = r"(?:[^()'\"`]|'[^'()]*'|\"[^\"()]*\"|\([^()'\"`]*\))*"
 _EXPANSION = rf"\$\({_IN_BRACKETS}\)|\$\{{[^{{}}'\"`]*\}}|\$[A-Za-z_][A-Za-z0-9_]*|\$(?![({{])|`[^`\"]*`"
@@ -41,8 +42,12 @@ _CONTROL = words(
 )
 _ENVIRONMENTS = words("module ml conda mamba micromamba spack pyenv deactivate")
 _DIRECTORIES = frozenset({"cd", "pushd", "popd"})
-_ENVIRONMENT = "in the shell that submits; ranks run the Python that clusterddp is installed in: install it there"
-_SOURCED = "in the shell that submits; only known kinds of variables reach ranks from there: env sets others"
+_SOURCED = (
+    "a job does not have all variables of your shell, and a setup line may need one of them: in the shell that submits"
+)
+_ACTIVATE = re.compile(r"(\S+)/bin/activate")
+_ON_EACH_NODE = words("HOME USER LOGNAME TMPDIR SLURM_JOB_ID")
+"""Variables that a job has on its nodes, besides those that are passed on."""
 _OTHER = "a command other than the one that trains; what a node needs first goes into a script that entry.command runs"
 
 
@@ -74,6 +79,8 @@ class Candidate:
     statement: Statement
     launch: Launch
     exports: Mapping[str, tuple[Word, int]]
+    setup: tuple[Statement, ...] = ()
+    """What sets up the environment before it, in order."""
 
 
 def read_batch_script(text: str, findings: Findings) -> None:
@@ -96,6 +103,7 @@ def read_batch_script(text: str, findings: Findings) -> None:
     given = read_srun(launch.srun or [], job, line, findings)
     sizes = read_sizes(given, findings.refuse)
     _name(given, findings)
+    _set_up(chosen.setup, findings)
     for name, (value, exported_at) in chosen.exports.items():
         if not set_variable(name, value, findings, exported_at, cores=sizes.cpus_per_task):
             findings.refuse(f"{name}={value.text}", "a shell computes the value", exported_at)
@@ -154,23 +162,26 @@ def _unquote(part: str) -> str:
 def _read_statements(statements: Iterator[Statement], findings: Findings) -> Iterator[Candidate]:
     """Read the statements in their order; yield the commands that may be the one that trains."""
     exports: dict[str, tuple[Word, int]] = {}
+    setup: list[Statement] = []
     for statement in statements:
         line, text, assigned = statement.line, statement.text, statement.assigned
         rest = statement.words[len(assigned) :]
         head = rest[0].text if rest else ""
         if head in _CONTROL or not statement.words:
             findings.refuse(text, "control flow of the script", line)
-        if head == "export" or not rest:
+        is_setup = head in _ENVIRONMENTS | {"source", ".", "unset"} and text.split()[1:2] != ["run"]
+        if (is_setup or head == "export") and _is_known_there(statement, exports):
+            setup.append(statement)
+            if head == "unset":
+                for word in rest:
+                    exports.pop(word.text, None)
+        elif head == "export" or not rest:
             _assign(statement, exports, findings)
-        elif head == "unset":
-            for word in rest:
-                exports.pop(word.text, None)
-            findings.lose(text, "in the shell that submits", line, fate="before")
-        elif why := _is_before_a_submit(head, text):
-            findings.lose(text, why, line, fate="before")
+        elif head in _DIRECTORIES or is_setup:
+            findings.lose(text, SUBMIT_THERE if head in _DIRECTORIES else _SOURCED, line, fate="before")
         elif launch := _read_command(rest, statement, findings):
             own = {name: (value, line) for name, value in assigned.items()}
-            yield Candidate(statement=statement, launch=launch, exports=exports | own)
+            yield Candidate(statement=statement, launch=launch, exports=exports | own, setup=tuple(setup))
 
 
 def _assign(statement: Statement, exports: dict[str, tuple[Word, int]], findings: Findings) -> None:
@@ -189,13 +200,39 @@ def _assign(statement: Statement, exports: dict[str, tuple[Word, int]], findings
             findings.lose(f"{name}={value.text}", "a variable that ranks do not get: no export", line)
 
 
-def _is_before_a_submit(head: str, text: str) -> str | None:
-    """Return the reason why a command belongs into the shell that submits; None: it does not."""
-    if head in _DIRECTORIES:
-        return SUBMIT_THERE
-    if head not in _ENVIRONMENTS | {"source", "."} or text.split()[1:2] == ["run"]:
-        return None
-    return _ENVIRONMENT if head in _ENVIRONMENTS or "activate" in text else _SOURCED
+def _is_known_there(statement: Statement, exports: Mapping[str, tuple[Word, int]]) -> bool:
+    """Return whether a line means on each node what it means in the script; of an export, that a shell computes it."""
+    text = statement.text
+    is_export = statement.words[0].text == "export"
+    names = {match[1] or match[2] for match in _VARIABLE.finditer(text)}
+    known = all(name in _ON_EACH_NODE or PASSED_ON.fullmatch(name) or name in exports for name in names)
+    if not known or re.search(r"`|\$[^A-Za-z_{]|\$\{[^}]*[^A-Za-z0-9_}]", text) or hide_in_text(text) != text:
+        return False
+    targets = [match[1] for word in statement.words[1:] if (match := _ASSIGNMENT.match(word.text))]
+    is_computed = any(word.computed for word in statement.words)
+    return not is_export or (
+        is_computed
+        and len(targets) == len(statement.words) - 1
+        and not any(name in PLACE_VARIABLES or name.startswith("SLURM_") or is_secret(name, text) for name in targets)
+    )
+
+
+def _set_up(statements: Sequence[Statement], findings: Findings) -> None:
+    """Write the lines that set up the environment; an activated environment is a key where no line comes before it."""
+    lines = [statement.text for statement in statements]
+    named = [
+        line.split() for line in lines if re.match(r"(conda|mamba|micromamba) activate |(source|\.) .*activate", line)
+    ]
+    words_of = named[0] if len(named) == 1 else []
+    path = _ACTIVATE.fullmatch(words_of[1]) if len(words_of) == 2 else None
+    if path and "$" not in path[1]:
+        findings.set("venv", path[1])
+        lines.remove(" ".join(words_of))
+    elif len(words_of) == 3 and lines[0] == " ".join(words_of) and words_of[0] == "conda" and "$" not in words_of[2]:
+        findings.set("conda", words_of[2])
+        lines.remove(" ".join(words_of))
+    if lines:
+        findings.set("setup", lines)
 
 
 def _read_command(rest: Sequence[Word], statement: Statement, findings: Findings) -> Launch | None:

@@ -104,7 +104,7 @@ def _fill(staging: Path, plan: Plan, environ: Mapping[str, str]) -> None:
         write_submission(run, plan.submission, parent, here=here)
     if plan.gang.entry.kind == "batch_script":
         write_bytes(run.batch_script, plan.submission or b"")
-    surroundings = capture_surroundings(plan.working_dir, environ)
+    surroundings = capture_surroundings(plan.working_dir, environ, plan.gang.python)
     if plan.snapshot is not None:
         chosen = choose_snapshot(plan.snapshot, runs_dir=plan.runs_dir, environ=environ)
         digest = write_snapshot(chosen, store_of(plan.runs_dir), run.code)

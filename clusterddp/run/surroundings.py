@@ -10,20 +10,26 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clusterddp.run.code import describe_commit
+from clusterddp.run.gang import RankPython
 from clusterddp.system.torch_files import find_package, read_torch_values
 
 _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
 
 
-def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Collect what can be found out without importing torch, and no values of environment variables."""
-    packages = installed_packages()
-    torch = read_torch_values(find_package("torch"))
+def capture_surroundings(working_dir: Path, environ: Mapping[str, str], ranks: RankPython) -> dict[str, Any]:
+    """Collect what can be found out without importing torch, and no values of environment variables.
+
+    `ranks`: their Python, whose version and packages count where they are known.
+    """
+    packages = installed_packages(ranks.packages or None)
+    torch: dict[str, str | None] = {**read_torch_values(find_package("torch"))}
+    if ranks.version:
+        torch = {"__version__": ranks.torch, "cuda": ranks.cuda}
     return {
         "host": socket.gethostname(),
         "platform": platform.platform(),
@@ -31,9 +37,9 @@ def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[
         "cpus": os.cpu_count(),
         "memory_bytes": os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"),
         "python": {
-            "version": platform.python_version(),
+            "version": ranks.version or platform.python_version(),
             "implementation": platform.python_implementation(),
-            "executable": sys.executable,
+            "executable": ranks.executable or sys.executable,
         },
         "torch": {"version": torch.get("__version__", packages.get("torch")), "cuda": torch.get("cuda")},
         "gpus": list_gpus(),
@@ -43,10 +49,13 @@ def capture_surroundings(working_dir: Path, environ: Mapping[str, str]) -> dict[
     }
 
 
-def installed_packages() -> dict[str, str]:
-    """List the installed distributions with their versions; as for imports, the first one on `sys.path` counts."""
+def installed_packages(directories: Sequence[str] | None = None) -> dict[str, str]:
+    """List the installed distributions with their versions; as for imports, the first one on the path counts.
+
+    `directories`: those of another Python's packages; None: `sys.path`.
+    """
     found: dict[str, str] = {}
-    for distribution in importlib.metadata.distributions():
+    for distribution in importlib.metadata.distributions(path=list(directories or sys.path)):
         # A partly removed distribution has no metadata, so no name.
         name = distribution.metadata["Name"] if distribution.metadata else None
         if name:

@@ -338,7 +338,7 @@ def _fill(sweep: SweepDir, plan: SweepPlan, environ: Mapping[str, str], variable
     )
     write_sweep(sweep, record)  # first: other submits read from it whether this process lives
     sweep.launcher_dir.mkdir(mode=0o700)
-    surroundings = capture_surroundings(plan.base.working_dir, environ)
+    surroundings = capture_surroundings(plan.base.working_dir, environ, plan.base.gang.python)
     copy = None
     if plan.base.snapshot is not None:
         chosen = choose_snapshot(plan.base.snapshot, runs_dir=plan.path.parent, environ=environ)

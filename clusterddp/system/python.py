@@ -46,6 +46,7 @@ def isolated_command(module: str, *arguments: str) -> tuple[str, ...]:
     return (sys.executable, "-I", "-c", _RUN_ISOLATED, parent, module, *arguments)
 
 
-def code_command(code: str, *arguments: str) -> tuple[str, ...]:
-    """Return the command that runs a text of Python."""
-    return (sys.executable, *_FLAG, "-c", code if _FLAG else f"{_SHORTEN}\n{code}", *arguments)
+def code_command(code: str, *arguments: str, python: str | None = None) -> tuple[str, ...]:
+    """Return the command that runs a text of Python; `python`: another one than this one, of any release."""
+    flags = _FLAG if python is None else ()
+    return (python or sys.executable, *flags, "-c", code if flags else f"{_SHORTEN}\n{code}", *arguments)

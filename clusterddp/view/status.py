@@ -356,7 +356,7 @@ _OF_PROGRAMS = (
     ("ModuleNotFoundError", "venv, conda, python or setup of the spec choose the Python of the ranks"),
 )
 _KINDS: dict[str, Diagnosis] = {
-    r"\bsetup( line \d+)?( \(|: )": Diagnosis("setup", "the setup lines of the spec", ""),
+    r"^\S+: setup( line \d+ \(|: )": Diagnosis("setup", "the setup lines of the spec", ""),
     r"^hang:|Watchdog caught|collective operation timeout|[Tt]imed out waiting|wait timeout after": Diagnosis(
         "hang", "a hang", "attempts/N/stacks has where each rank waited"
     ),

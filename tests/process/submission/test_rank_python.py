@@ -164,3 +164,14 @@ def test_each_run_of_a_sweep_takes_it(user: Person, other: Path) -> None:
     assert len(runs) == 2
     for run in runs:
         assert [found["python"] for found in printed_by(RunDir(run))] == [f"{other}/bin/python"] * 2
+
+
+def test_doctor_and_the_record_of_the_run_speak_of_the_same_python(user: Person, other: Path) -> None:
+    run_and_read(user, SPEC, environ=activated(other))
+    written = json.loads(user.run_dir().environment.read_text())
+    assert written["python"]["executable"] == f"{other}/bin/python"
+    assert "torch" in written["packages"]
+    assert "pydantic" not in written["packages"]
+    plain = make_plain_venv(user.path / "C")
+    found = user.clusterddp("doctor", "job.yaml", check=False, environ=activated(plain))
+    assert f"the activated environment C ({plain}) cannot run the ranks: it has no torch" in found.stdout

@@ -261,8 +261,29 @@ def test_rendezvous_variables_are_left_to_clusterddp() -> None:
     assert [fate for fate, text in left(found) if "MASTER" in text] == ["ours", "ours"]
 
 
-def test_modules_environments_and_directories_are_listed_as_steps_before_a_submit() -> None:
-    lines = ["module load cuda/12.4", "ml gcc", "source venv/bin/activate", "conda activate a", "cd /work/code"]
+@pytest.mark.parametrize(
+    ("lines", "wanted"),
+    [
+        (["module load cuda/12.4", "ml gcc"], {"setup": ["module load cuda/12.4", "ml gcc"]}),
+        (["conda activate a", "module load cuda"], {"conda": "a", "setup": ["module load cuda"]}),
+        (["module load conda", "conda activate a"], {"setup": ["module load conda", "conda activate a"]}),
+        (["module purge", "source ~/venv/bin/activate"], {"venv": "~/venv", "setup": ["module purge"]}),
+        (["source $HOME/v/bin/activate"], {"setup": ["source $HOME/v/bin/activate"]}),
+        (["source /opt/conda/etc/profile.d/conda.sh", "conda activate a"],
+         {"setup": ["source /opt/conda/etc/profile.d/conda.sh", "conda activate a"]}),
+        (["export PATH=$HOME/bin:$PATH", "unset A"], {"setup": ["export PATH=$HOME/bin:$PATH", "unset A"]}),
+        (["export ROOT=/data", 'export SETS="$ROOT/sets"'],
+         {"env": {"ROOT": "/data"}, "setup": ['export SETS="$ROOT/sets"']}),
+    ],
+)  # fmt: skip
+def test_modules_and_environments_become_setup_lines_and_keys(lines: list[str], wanted: dict[str, Any]) -> None:
+    found = read(EACH + "\n".join(lines) + "\nsrun python t.py\n")
+    assert {key: found.values.get(key) for key in ("venv", "conda", "setup", "env") if key in found.values} == wanted
+    assert not left(found)
+
+
+def test_lines_that_need_more_of_your_shell_are_listed_as_steps_before_a_submit() -> None:
+    lines = ["module use $SCRATCH/modules", "source $(which activate) a", "cd /work/code"]
     found = read(EACH + "\n".join(lines) + "\nsrun python t.py\n")
     assert [words for fate, words in left(found) if fate == "before"] == lines
 

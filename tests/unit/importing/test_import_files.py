@@ -150,11 +150,12 @@ def test_a_file_of_an_unknown_kind_is_refused_unless_its_kind_is_named(tmp_path:
 
 
 def test_the_command_writes_a_spec_and_lists_what_it_cannot_express(tmp_path: Path) -> None:
-    (tmp_path / "train.slurm").write_text("#SBATCH -N 1 -o x.out\nmodule load a\nsrun python t.py\n")
+    (tmp_path / "train.slurm").write_text("#SBATCH -N 1 -o x.out\nmodule load a\ncd b\nsrun python t.py\n")
     command = [sys.executable, "-m", "clusterddp", "import", "train.slurm"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "\nentry:\n  script: t.py\n" in done.stdout
-    assert "train.slurm:2: module load a  (in the shell that submits" in done.stderr
+    assert '\nsetup: ["module load a"]\n' in done.stdout
+    assert "train.slurm:3: cd b  (submit from there" in done.stderr
     subprocess.run([*command, "-o", "job.yaml"], cwd=tmp_path, capture_output=True, check=True)
     assert (tmp_path / "job.yaml").read_text() == done.stdout
     to_stdout = subprocess.run([*command, "-o", "-"], cwd=tmp_path, capture_output=True, text=True, check=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.run.gang import RankPython
 from clusterddp.run.surroundings import capture_surroundings, list_gpus
 
 SMI = """#!/bin/sh
@@ -19,7 +20,7 @@ echo "1, NVIDIA H200, GPU-77b0, 143771 MiB, 570.86.15"
 
 
 def test_packages_python_and_host_are_captured(tmp_path: Path) -> None:
-    captured = capture_surroundings(tmp_path, os.environ)
+    captured = capture_surroundings(tmp_path, os.environ, RankPython())
     assert captured["packages"]["click"]
     assert captured["python"]["executable"] == sys.executable
     assert captured["git"] is None
@@ -27,14 +28,16 @@ def test_packages_python_and_host_are_captured(tmp_path: Path) -> None:
 
 
 def test_no_value_of_the_environment_is_captured(tmp_path: Path) -> None:
-    captured = capture_surroundings(tmp_path, dict(os.environ) | {"API_KEY": "hunter2"})
+    captured = capture_surroundings(tmp_path, dict(os.environ) | {"API_KEY": "hunter2"}, RankPython())
     assert "hunter2" not in json.dumps(captured)
 
 
 def test_torch_is_described_without_being_imported(tmp_path: Path) -> None:
     code = (
         "import os, sys; from pathlib import Path; from clusterddp.run.surroundings import capture_surroundings;"
-        "print(capture_surroundings(Path('.'), os.environ)['torch']['version']); assert 'torch' not in sys.modules"
+        "from clusterddp.run.gang import RankPython;"
+        "print(capture_surroundings(Path('.'), os.environ, RankPython())['torch']['version']);"
+        "assert 'torch' not in sys.modules"
     )
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     installed = pytest.importorskip("torch").__version__

@@ -41,6 +41,12 @@ def test_a_real_message_has_a_category_and_a_remedy(message: str, expected: str,
         assert found.hint == "" if remedy == "-" else remedy in found.hint, text
 
 
+def test_a_setup_line_that_fails_is_told_from_a_program_that_speaks_of_its_setup() -> None:
+    error = "node1: setup line 1 (exit code 1): module load cuda/99: ERROR: Unable to locate a modulefile"
+    assert diagnosis(error, rank=None).text == "the setup lines of the spec"
+    assert category("rank 1 on node1: RuntimeError: setup: the model has no layers") == "code"
+
+
 def test_the_loss_of_a_supervisor_is_the_loss_of_its_node(tmp_path: Path) -> None:
     gang = make_gang(tmp_path, "")
     cause = loss_of_nodes(gang, gang.nodes[1:], "the supervisor was killed", attempt=None)
