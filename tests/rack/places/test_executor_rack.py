@@ -101,7 +101,7 @@ from concurrent import futures
 import clusterddp
 
 scale = 10
-spec = {"name": "far", "device": "cpu", "ssh": {"hosts": ["node1", "node2"], "python": "/opt/bare/bin/python"}}
+spec = {"name": "far", "device": "cpu", "python": "/opt/bare/bin/python", "ssh": {"hosts": ["node1", "node2"]}}
 executor = clusterddp.Executor("ssh", base=spec, parallel=2)
 runs = executor.map(lambda number: number * scale, [1, 2])
 values = [run.results() for run in runs]
