@@ -208,15 +208,16 @@ class _Session:
         raise SystemExit(0)
 
     def close(self) -> None:
-        """Leave no question to the other ranks open, and report a checkpoint that was not written."""
-        if self._late is not None:
-            with contextlib.suppress(RuntimeError):  # another rank has ended, or the group is gone
-                self._late.take(_SETTLE)
-            await_gloo_threads()
+        """Report a checkpoint that was not written, and leave no question to the other ranks open."""
         try:
             self.wait()
         except ClusterddpError as error:
             say(f"error: {error}")
+        if self._late is not None:
+            with contextlib.suppress(RuntimeError):  # another rank has ended, or the group is gone
+                self._late.take(_SETTLE)
+        if self._late is not None or "_writing_group" in vars(self):
+            await_gloo_threads()
 
 
 def _plain(value: Any, where: str) -> Any:

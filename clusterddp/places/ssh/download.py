@@ -281,9 +281,10 @@ def _download_large(session: Session, host_run: HostRun, files: Mapping[str, Lis
         report(f"downloading {count}, {num_bytes / 1e6:.1f} MB, from {host_run.host}")
         _check_room(host_run, num_bytes)
         # A manifest comes after its data: without it there is no checkpoint. Whoever loads one checks its sum.
-        groups = [
-            [f"checkpoints/{name}.pt", f"checkpoints/{name}.json"] for name in reversed(checkpoints_among(missing))
-        ]
+        groups = []
+        for name in reversed(checkpoints_among(missing)):
+            shards = [path for path in files if path.startswith(f"checkpoints/{name}.shard-")]
+            groups.append([f"checkpoints/{name}.pt", *shards, f"checkpoints/{name}.json"])
         groups += [[path] for path in missing.keys() - {path for group in groups for path in group}]
         is_complete = True
         for group in groups:

@@ -110,6 +110,25 @@ def test_a_checkpoint_whose_copy_was_cut_off_goes_on_where_it_was(hosts: Hosts) 
     assert reads == [5]  # records, the end, the manifest, two pieces
 
 
+def test_the_manifest_comes_after_the_shards_of_a_sharded_checkpoint(hosts: Hosts) -> None:
+    write_end(hosts.start()[0], END)
+    name = save(hosts.head, 7)
+    files = {f"{name}.json", f"{name}.pt", f"{name}.shard-00000", f"{name}.shard-00001"}
+    for rank in range(2):
+        (hosts.head.checkpoints / f"{name}.shard-{rank:05d}").write_bytes(b"x" * 3 * PIECE_BYTES)
+    lacking: list[set[str]] = []
+
+    def look(do: str) -> None:
+        here = set(fetched(hosts))
+        if f"{name}.json" in here:
+            lacking.append(files - here)
+
+    hosts.before_ask = look
+    assert hosts.fetch()
+    assert set(fetched(hosts)) == files
+    assert not any(lacking)
+
+
 def test_a_checkpoint_that_goes_while_it_is_copied_leaves_nothing_half(hosts: Hosts) -> None:
     """The trainer drops a generation when a newer one is there."""
     hosts.start()
