@@ -79,6 +79,16 @@ def write_sharded(store: Store, group: Group, rest: dict[str, Any], chunks: Chun
     `group`: one of its own, for it is used in a thread while the script goes on.
     Raises: ClusterddpError: a rank could not write; it is the same error on every rank.
     """
+    try:
+        _write_together(store, group, rest, chunks)
+    except (RuntimeError, ValueError) as error:
+        raise ClusterddpError(
+            "the checkpoint was not written, for the ranks no longer reach each other (a rank has ended, or "
+            f"destroy_process_group came before clusterddp.checkpoint.wait): {error}"
+        ) from error
+
+
+def _write_together(store: Store, group: Group, rest: dict[str, Any], chunks: Chunks) -> None:
     stem = store.stem(rest["step"])
     owned = gather_on_first([(*key, tuple(chunk.shape)) for key, chunk in chunks.items()], group)
     place = _on_first(lambda: _prepare(store, stem, owned or []), group)

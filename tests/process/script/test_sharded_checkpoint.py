@@ -299,3 +299,18 @@ def test_the_parts_of_fsdp1_are_refused(gang: Gang, run: RunDir) -> None:
     assert first.startswith(start)
     assert "fully_shard" in first
     assert not list(run.checkpoints.glob("*"))
+
+
+def lose_the_group(group: Group, run: str) -> str:
+    enter(Path(run), 0)
+    checkpoint.save({"x": [big(group)] * 64}, step=1)
+    torch.distributed.destroy_process_group(checkpoint._session()._writing_group.control)
+    return error_of(checkpoint.wait)
+
+
+@pytest.mark.slow
+def test_a_group_that_is_destroyed_too_early_is_named(run: RunDir) -> None:
+    with open_gang() as own:
+        errors = own.run(2, lose_the_group, str(run.path))
+    assert all("destroy_process_group came before clusterddp.checkpoint.wait" in error for error in errors)
+    assert not list(run.checkpoints.glob("*.json"))
