@@ -35,7 +35,7 @@ def files_page() -> str:
     )
     lines += ["## The run", "", *_files(RunDir(Path("RUN"))), ""]
     lines += ["## Each attempt", "", "In `attempts/0`, `attempts/1`, ...", "", *_files(AttemptDir(Path("N"))), ""]
-    lines += ["## A sweep", "", "Its runs lie in it.", "", *_files(SweepDir(Path("SWEEP")))]
+    lines += ["## A sweep", "", "Its runs are in it.", "", *_files(SweepDir(Path("SWEEP")))]
     return page(lines)
 
 
@@ -72,7 +72,8 @@ def json_page() -> str:
     )
     lines += ["## Commands", "", "| command | its JSON |", "|---|---|"]
     lines += [f"| `{command}` | {cell(keys)} |" for command, (keys, _) in FORMS.items()]
-    lines += ["", "With jq:", "", "```text", *jq_examples(), "```", ""]
+    shown = [line for line in jq_examples() if line.split()[1] in ("submit", "status", "list", "doctor")]
+    lines += ["", "With jq:", "", "```text", *shown, "```", ""]
     lines += ["These have no `-o json`:", "", *items(WITHOUT_JSON), ""]
     top = {key: value for key, value in json.loads(status_json()).items() if key != "schema"}
     lines += ["## status RUN -o json", "", *_fields(status.RunStatus, top, alias={"nccl": "transports"})]

@@ -155,7 +155,7 @@ def runs_option(function: _F) -> _F:
         envvar="CLUSTERDDP_RUNS",
         default=_usual_runs_dir,
         is_eager=True,
-        help="Where the runs lie (CLUSTERDDP_RUNS; runs_dir of clusterddp.yaml; ./runs).",
+        help="Directory of the runs (CLUSTERDDP_RUNS; runs_dir of clusterddp.yaml; ./runs).",
     )(function)
 
 

@@ -137,7 +137,7 @@ def plan_code(job: JobSpec, *, working_dir: Path, runs_dir: Path, environ: Mappi
         return replace(code, within=str(here.relative_to(snapshot.root)))
     if not snapshot.root.is_relative_to(here):
         raise UsageError(
-            f"entry.script lies in {snapshot.root}, outside of the directory that you submit from",
+            f"entry.script is in {snapshot.root}, outside of the directory that you submit from",
             hint="submit from the directory of the script, or from one above it",
         )
     return replace(code, at=str(snapshot.root.relative_to(here)))
@@ -327,5 +327,5 @@ def _refuse_local_paths(job: JobSpec, here: Path) -> None:
     if script is not None and job.snapshot and script.startswith(("/", "~")):
         raise UsageError(
             f'entry.script: found "{script}", expected a path from the directory that you submit from',
-            hint="its code is sent to the login node; snapshot: false takes a script that lies there",
+            hint="its code is sent to the login node; snapshot: false takes a script that is there",
         )

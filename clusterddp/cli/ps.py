@@ -123,8 +123,8 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
     """Show your runs on this machine, on --hosts, or on the hosts of RUN: processes, GPUs, supervisors.
 
     A process is orphaned when the supervisor of its run is gone from the host, with the guard and the task beside it;
-    `gc` kills those. Processes are found by the cookie of their run, CLUSTERDDP_COOKIE in their environment; children
-    of ranks that have lost it, by a number in a resource limit. Exit code 3 when a host cannot be asked.
+    `gc` kills those. Processes are found by CLUSTERDDP_COOKIE in their environment; children of ranks that
+    have lost it, by a number in a resource limit. Exit code 3 when a host cannot be asked.
     """
     with selection.open(terminal.environ) as machines:
         found = machines.look(selection.tokens)
@@ -340,7 +340,7 @@ def _say_unmarked(left_over: Mapping[str, list[RunHere]]) -> None:
                 processes, pids = format_count(len(run.unmarked), "process"), " ".join(map(str, run.unmarked))
                 say(
                     f"{printable(host)}: {processes} that {printable(run.label)} has started "
-                    f"carry no cookie, so gc does not end them: kill {pids}"
+                    f"do not carry the run's variable, so gc does not end them: kill {pids}"
                 )
 
 

@@ -72,7 +72,7 @@ def report(
 @runs_option
 @click.pass_obj
 def compare(terminal: Terminal, *, profile: str | None, names: tuple[str, ...], output: str, runs_dir: Path) -> None:
-    """Show what differs between runs, and what they came to.
+    """Show what differs between runs, and their results.
 
     A sweep stands for its runs. The code of each run is compared with that of the first, where the snapshots are here.
     """

@@ -195,8 +195,8 @@ def wait(terminal: Terminal, *, name: str, timeout_s: float | None, output: str,
 @command("cancel")
 @works_at_login
 @click.argument("names", metavar="[RUN]...", nargs=-1, type=RunName())
-@click.option("--all", "every", is_flag=True, help="All runs of yours that have not ended, after asking.")
-@click.option("--name", "spec_name", metavar="NAME", help="Those of yours whose spec has this name.")
+@click.option("--all", "every", is_flag=True, help="All your runs that have not ended, after asking.")
+@click.option("--name", "spec_name", metavar="NAME", help="Your runs whose spec has this name.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @click.option("--save", is_flag=True, help="Let the ranks write a checkpoint first.")
 @output_option

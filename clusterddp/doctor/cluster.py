@@ -553,7 +553,7 @@ def _judge_one_partition(cluster: Cluster, job: JobSpec, partition: Partition) -
     asked = job.resources
     fix = "sinfo -s; slurm.partition=NAME"
     if not cluster.may_use(partition):
-        return red(f"{partition.name} takes no jobs of yours: {why_not(cluster, partition)}", fix)
+        return red(f"{partition.name} takes none of your jobs: {why_not(cluster, partition)}", fix)
     if asked.time and partition.max_time_s and asked.time.seconds > partition.max_time_s:
         limit = time_text(partition.max_time_s)
         return red(f"{partition.name} allows {limit}, the spec asks for {asked.time}", f'resources.time="{limit}"')

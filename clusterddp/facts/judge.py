@@ -208,7 +208,7 @@ def _judge_version(torch: Torch, needs: Needs, usual: Torch) -> Result:
     if torch.torchvision_error is not None:
         return note(
             f"{found}; torchvision does not match it ({torch.torchvision_error}): the trainer works around that, a "
-            "script of yours may not",
+            "script may not",
             "install torch and torchvision together, from one index",
         )
     return ok(found)

@@ -377,7 +377,7 @@ class Findings:
             )
         if probe.outcome == "stuck" and link:
             return (
-                f"{source} {link.name} has MTU {link.mtu}, and what lies between lets less through: ping -M do "
+                f"{source} {link.name} has MTU {link.mtu}, and what is between lets less through: ping -M do "
                 f"-s {link.mtu - 28} {probe.address} there; set MTU 1500 on all hosts, or {link.mtu} on the switch"
             )
         if probe.outcome == "no way" and probe.left_from is None:

@@ -395,7 +395,7 @@ class HeadElsewhere:
             messages += self._welcomed(found, now)
         orders = [self._take_order(message) for message in messages]
         if self._peer.lost is not None and self.exit_code is None:
-            log_line(f"the head is lost: {self._peer.lost}")
+            log_line(f"node 0's supervisor is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost
             self.exit_code = 1
             orders.append({"kind": "kill", "whole_gang": True})
@@ -429,17 +429,17 @@ class HeadElsewhere:
         if found is not None:
             self.joined = True
             self._search.close()
-            log_line(f"the head is at {found.connection.peer_address}:{found.connection.peer_port}")
+            log_line(f"node 0's supervisor is at {found.connection.peer_address}:{found.connection.peer_port}")
             return self._welcomed(found, now)
         if (known := self._known) is None:
             if now >= self._join_until:
-                raise HeadNotFoundError(f"the head was not found within {self._start_timeout_s:g} s")
+                raise HeadNotFoundError(f"node 0's supervisor was not found within {self._start_timeout_s:g} s")
             return []
         # A head that is known to listen may refuse, or not answer in time.
         loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")
         late = not self._search.answered and now >= self._connect_until
         if loss.kind == "refused" or late:
-            raise ClusterddpError(f"the head at {known['host']}:{known['port']} cannot be reached: {loss}")
+            raise ClusterddpError(f"node 0's supervisor at {known['host']}:{known['port']} cannot be reached: {loss}")
         if now >= self._join_until:
             self._peer.lose(loss)
         return []

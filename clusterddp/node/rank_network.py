@@ -90,7 +90,7 @@ def choose_address(gang: Gang, reached: Mapping[int, str]) -> str:
     if all(node.host.startswith("127.") for node in gang.nodes):  # nodes that a local run only pretends to have
         return LOOPBACK_ADDRESS
     if not addresses:
-        raise ClusterddpError("no node has reached the head at an address of its own")
+        raise ClusterddpError("no node has reached node 0's supervisor at an address of its own")
     return Counter(addresses).most_common(1)[0][0]
 
 

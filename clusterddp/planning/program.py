@@ -273,7 +273,7 @@ def _code_snapshot(
         if snapshot.left_out and not uploads:
             return None, (
                 f"{snapshot.root} is in no git repository, where a snapshot takes {_SCRIPT_LIMITS}, and would lack "
-                f"{snapshot.left_out}: the script runs where it lies, and ranks that start after an edit run the new "
+                f"{snapshot.left_out}: the script runs where it is, and ranks that start after an edit run the new "
                 "code; for a snapshot run git init there with the data in .gitignore, or move the script to a "
                 "directory of its own",
             )
@@ -574,7 +574,7 @@ def notes_on_outputs(entry: Entry, working_dir: Path, *, in_copies: bool) -> Ite
     """Write which results runs overwrite; `in_copies`: the ranks work in copies of the code on other hosts."""
     for path in relative_outputs(asdict(entry)) if entry.kind != "batch_script" else ():
         if in_copies:
-            yield f"{path} is relative: it lies in each host's copy of the code; {{output_dir}} is copied back"
+            yield f"{path} is relative: it is in each host's copy of the code; {{output_dir}} is copied back"
         else:
             yield f"{working_dir / path}: other runs with this argument overwrite it; {{output_dir}} is the run's own"
 

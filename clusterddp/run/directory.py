@@ -64,7 +64,7 @@ class AttemptDir:
     )
     stopped = Below("stopped.json", "Written by the ranks' program when it ended because of a stop: how far it came.")
     stacks_request = Below(
-        "STACKS", "A process that creates this file asks where the ranks are; the head removes it (run/stacks.py)."
+        "STACKS", "A process that creates this file asks where the ranks are; node 0's supervisor removes it (run/stacks.py)."
     )
     stacks = Below("stacks", "Where the ranks were, when a command asked or the run showed no progress: a report each.")
     usage = Below("usage.json", "What the ranks use, and how fast they are (run/rank_usage.py).")
@@ -132,7 +132,7 @@ class RunDir:
         return self.path.name
 
     spec = Below("spec.yaml", "The spec as resolved: overrides and profile included.")
-    plan = Below("plan.json", "The plan that was carried out, as `submit -n -o json` prints it.")
+    plan = Below("plan.json", "The plan that was executed, as `submit -n -o json` prints it.")
     record = Below(
         "run.json", "The identity of the run: name, launcher, job id, when and by which process it was submitted."
     )

@@ -296,7 +296,7 @@ class Gang:
             COOKIE: cookie(self.token, f"n{node.node_rank}"),
         }
         groups: tuple[tuple[str, dict[str, Any]], ...] = (
-            ("the plan: the rank's place in the gang", place),
+            ("the plan: the rank's place among all ranks", place),
             ("the plan: the rendezvous", rendezvous),
             ("the run", run),
         )

@@ -198,7 +198,7 @@ class RankRecord:
 
     def at_end(self, end: RankEnd) -> RankRecord:
         """Return the record of the rank that has just ended."""
-        error = "ended with the gang" if end.on_order and end.signal is not None else end.error or None
+        error = "ended with the others" if end.on_order and end.signal is not None else end.error or None
         return dataclasses.replace(self, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error)
 
 

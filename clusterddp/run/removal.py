@@ -265,7 +265,7 @@ def _remove_run(root: Path, place: str) -> Removed:
     """Remove the directory of one run, unless processes of it live here."""
     path = root / place
     if path not in _directories(root / "runs"):
-        return Removed(place=place, size=0, error="is not a directory of yours" if os.path.lexists(path) else None)
+        return Removed(place=place, size=0, error="is not your directory" if os.path.lexists(path) else None)
     if _token_of(path) in _tokens_alive():
         return Removed(place=place, size=0, error="processes of it are alive")
     return _remove(root, place, _disk_usage(path))

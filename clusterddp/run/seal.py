@@ -75,7 +75,7 @@ def demand_sealed(run: RunDir) -> dict[str, Any]:
     if not is_sealed(plan):
         raise UsageError(
             f"{run.name} is unsealed, so nothing of it is started, asked or ended: its plan was changed, or an earlier "
-            "version, another user or another machine of yours wrote it",
+            "version, another user or another of your machines wrote it",
             hint=f"clusterddp resume {run.name} --trust shows what it starts, and seals it; for the runs of another "
             f"machine of yours, copy its key, {key_path()}",
         )

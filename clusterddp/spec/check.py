@@ -412,7 +412,7 @@ def _train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
     if train.compile == "max" and train.deterministic:
         yield Conflict(
             ("train.compile", "train.deterministic"),
-            "max chooses kernels by timing them, so two runs may come to other last bits",
+            "max chooses kernels by timing them, so two runs may differ in the last bits",
             "train.compile: always repeats",
         )
     if train.strategy == "dp" and train.compile in ("always", "max"):

@@ -111,7 +111,7 @@ Data = Annotated[dict[str, Any], BeforeValidator(read_data), WithJsonSchema({"ty
 
 
 class EntrySpec(Section):
-    """A program of yours that every rank runs: a script, a module, a function or a command."""
+    """Your program that every rank runs: a script, a module, a function or a command."""
 
     script: fields.Text | None = key(None, "Path of a Python script, from where you submit.")
     module: fields.Module | None = key(None, "Dotted name of a module, as for python -m.")

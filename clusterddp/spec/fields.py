@@ -340,7 +340,7 @@ def read_variable(value: object) -> str:
             "MASTER_ADDR": "it is the address of node 0 on network.interface",
             "WORLD_SIZE": "resources.nodes and resources.procs_per_node decide it",
         }.get(name)
-        raise problem(f"{name} is set by clusterddp for each rank; a value of yours would break the gang", hint)
+        raise problem(f"{name} is set by clusterddp for each rank; your value would break the run", hint)
     return name
 
 

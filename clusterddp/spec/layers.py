@@ -387,7 +387,7 @@ def _refuse_stranger(path: Path, place: Place, variable: str, found: os.stat_res
             user = f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
         except KeyError:
             user = f"uid {uid}"
-        message = f"belongs to {user}, expected a file of yours or root's: its values are not used"
+        message = f"belongs to {user}, expected your own file or root's: its values are not used"
         raise spec_error(place, message, f"a copy of your own counts{without_it}")
     others = stat.S_IWOTH | (0 if _is_private_group(found) else stat.S_IWGRP)
     if found.st_mode & others:

@@ -281,7 +281,7 @@ def _program_problem(override: Override, tree: Mapping) -> Problem | None:
     name, value, is_call = override.path[-1], brief(override.node), not is_null(of_entry.get("function"))
     what, where, sets = ("function", "kwargs", name) if is_call else ("program", "args", f"--{name}")
     message = "is for the built-in trainer, and" if override.path[0] == "train" else "unknown key;"
-    message += f" this spec runs a {what} of yours"
+    message += f" this spec runs your own {what}"
     hint = f"entry.{where}.{name}={value} sets {sets} of your {what}"
     return problem_at(override.place, message, hint, key=".".join(override.path))
 

@@ -130,7 +130,7 @@ class Network(Section):
     """How the ranks find and reach each other."""
 
     interface: fields.Interface = key(
-        "auto", "Network interface of the gang's traffic; auto: the one that routes to node 0."
+        "auto", "Network interface of the ranks' traffic; auto: the one that routes to node 0."
     )
     master_port: fields.Port = key("auto", "Port of the rendezvous on node 0, 1024 to 65535; auto: a free one.")
     start_timeout: fields.TimeLimit | None = key(
@@ -220,7 +220,7 @@ class JobSpec(Section):
         "auto", "Where ranks compute; auto: on GPUs where there are any. --cpu overrides it."
     )
     resources: Resources = key(Resources, "Machines, ranks, GPUs, cores, time.")
-    network: Network = key(Network, "Interface, port and backend of the gang.")
+    network: Network = key(Network, "Interface, port and backend.")
     stop: Stop = key(Stop, "The time that ranks have to write a checkpoint and end.")
     python: fields.Line | None = key(
         None,
@@ -247,7 +247,7 @@ class JobSpec(Section):
         (), "Names of variables that are passed to the ranks from where you submit; values are never stored."
     )
     restarts: fields.Restarts = key(
-        0, "How often the gang is restarted from its last checkpoint after a failure, 0 to 100."
+        0, "How many times all ranks are restarted from the last checkpoint after a failure."
     )
     hang: Annotated[Literal["report", "restart", "fail"], Word] = key(
         "report",
@@ -257,7 +257,7 @@ class JobSpec(Section):
     hang_after: fields.TimeLimit | None = key(
         None,
         "How long a run may show no progress (no output, no bytes read or written, no further collective), written as "
-        'time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 usual distances of rows in '
+        'time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 times the usual interval between rows in '
         "metrics.jsonl, whichever is longest.",
     )
     notify: NotifySpec | None = key(
@@ -265,7 +265,7 @@ class JobSpec(Section):
     )
     snapshot: fields.Switch = key(True, "Run a copy of the code, which later edits do not change.")
     train: TrainSpec | None = key(None, "The built-in trainer; also what runs when there is no entry.")
-    entry: EntrySpec | None = key(None, "A program of yours instead of the built-in trainer.")
+    entry: EntrySpec | None = key(None, "Your program that every rank runs")
     slurm: dict[fields.SlurmKey, fields.Option] = key(
         {},
         "Options of sbatch by their long names, for the slurm launcher; true: without a value, false: a default of "

@@ -97,12 +97,11 @@ class TrainSpec:
     )
     optimizer: Annotated[Literal["sgd", "muon", "adam"], Word] = key(
         "sgd",
-        "How weights move; muon: those of convolutions are turned by as much in every direction, the rest is sgd's. "
-        "momentum and nesterov are for both of these.",
+        "muon uses Muon for convolutions and SGD for the rest; momentum and nesterov are for both.",
     )
     muon_lr: Positive = key(
         0.04,
-        "Peak learning rate of what muon turns, a share of the weights' length; it does not grow with the batch. "
+        "Muon's peak learning rate, a share of the weights' length; it does not grow with the batch. "
         "Steps of 2000 images want more, such as 0.24 with momentum 0.6.",
     )
     momentum: BelowOne = key(0.9, "Momentum of SGD.")

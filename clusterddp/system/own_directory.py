@@ -14,7 +14,7 @@ import stat
 SAFE_DIRECTORIES = "CLUSTERDDP_SAFE_DIRECTORIES"
 """The variable of directories whose writers a user trusts, as git's safe.directory; it reaches all nodes of a run."""
 _MOST_LINKS = 40
-_INSTEAD = "--runs DIR (CLUSTERDDP_RUNS) names a directory of yours"
+_INSTEAD = "--runs DIR (CLUSTERDDP_RUNS) names one of your directories"
 
 
 def find_fault(

@@ -100,11 +100,11 @@ def check_shared(directory: Path, what: str, hint: str) -> tuple[str, ...]:
         return ()
     if mount.in_memory:
         raise UsageError(
-            f"{directory}: lies on {mount.kind} ({mount.point}), in the memory of this machine; {what} must be where "
+            f"{directory}: is on {mount.kind} ({mount.point}), in the memory of this machine; {what} must be where "
             "the nodes of the job see it",
             hint=hint,
         )
-    return (f"{directory} lies on {mount.kind} ({mount.point}): the job's nodes must see the same directory there",)
+    return (f"{directory} is on {mount.kind} ({mount.point}): the job's nodes must see the same directory there",)
 
 
 def find_mount(directory: Path, table: Path = Path("/proc/self/mountinfo")) -> Mount | None:

@@ -234,7 +234,7 @@ def _steps_taken(saved: dict[str, Any], schedule: Schedule, group: Group) -> int
         was = f"{seen:,} samples into epoch {saved['epoch'] + 1}, {saved['world_size']} ranks, {global_batch:,} a step"
         now = f"{group.world_size} ranks, {schedule.global_batch:,} a step, which does not divide {seen:,}"
         raise ClusterddpError(
-            f"the newest checkpoint lies between two steps: it was {was}; it is {now}",
+            f"the newest checkpoint is between two steps: it was {was}; it is {now}",
             hint=f"resume with {saved['world_size']} ranks, or choose train.batch_size so that a step divides it",
         )
     return min(seen // schedule.global_batch, schedule.steps_per_epoch)

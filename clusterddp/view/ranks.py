@@ -43,7 +43,7 @@ class RankStatus:
     exit_code: int | None
     """As a shell reports it: 128 + signal for a rank that a signal ended; None until it has ended."""
     last_output: float | None = None
-    """While it runs: when it last wrote to its log, where the logs lie here; seconds since the epoch."""
+    """While it runs: when it last wrote to its log, if the logs are here; seconds since the epoch."""
     usage: RankUsage | None = None
     """While it runs: what it uses, and how fast it is."""
     straggler: bool = False

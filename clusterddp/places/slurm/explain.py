@@ -61,12 +61,12 @@ _FAMILIES = (
     (r".*requeued.*held.*", "because it was queued again and is held; scontrol release {job} lets it go"),
     (r"reqnodenotavail.*unavailablenodes: *(.+)", "for nodes that are down, drained or reserved: {0}"),
     (r"reqnodenotavail.*", "for nodes that are down, drained or reserved now, or soon (a maintenance?)"),
-    (r"qosmax(.+?)peruser(?:limit)?", "until jobs of yours end: its QOS lets one user have only so much ({0})"),
+    (r"qosmax(.+?)peruser(?:limit)?", "until some of your jobs end: its QOS lets one user have only so much ({0})"),
     (r"qosmax(.+?)(?:perjob|minutesperjob)(?:limit)?", "for ever: it asks for more than its QOS lets one job have"),
     (r"qos(?:grp|max|job|resource|time)(.*)", "until other jobs end: a limit of its QOS is reached"),
     (r"qosmin(.*)", "for ever: it asks for less than its QOS wants"),
     (r"assocmax(.+?)perjob(?:limit)?", "for ever: it asks for more than your account lets one job have"),
-    (r"assocmax(.*)", "until jobs of yours end: your account lets you have only so much"),
+    (r"assocmax(.*)", "until some of your jobs end: your account lets you have only so much"),
     (r"(?:assocgrp|association)(.*)", "until other jobs of the account end: a limit of the account is reached"),
 )
 _HELD = ("REQUEUE_HOLD", "SPECIAL_EXIT", "RESV_DEL_HOLD")

@@ -47,7 +47,7 @@ def slurm_spec(template: str, environ: Mapping[str, str], partition_name: str | 
     restarts = Filled(key="restarts", value="1", why="after a failure, preemption or the time limit")
     notes = [f"from cluster {cluster.name or 'without a name'}, Slurm {cluster.version or 'of an unknown version'}"]
     if partition is None:
-        notes.append("no partition of it takes jobs of yours now: the values in it are examples, check each of them")
+        notes.append("no partition of it takes your jobs now: the values in it are examples, check each of them")
     filled = [*(fill_in(cluster, partition) if partition else named), restarts]
     return fill_template(template, filled), [*notes, *consequences(cluster, partition)]
 
@@ -113,7 +113,7 @@ def consequences(cluster: Cluster, partition: Partition | None) -> Iterator[str]
     if limits:
         yield f"you may have {format_count(max(limits), 'job')} queued and running at a time (MaxSubmitJobs)"
     if partition is not None and not cluster.may_use(partition):
-        yield f"partition {partition.name} takes no jobs of yours now: {why_not(cluster, partition)}"
+        yield f"partition {partition.name} takes none of your jobs now: {why_not(cluster, partition)}"
     for error in cluster.unanswered:
         yield f"not known: {error}"
 

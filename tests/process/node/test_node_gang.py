@@ -123,7 +123,7 @@ def test_the_rank_that_failed_is_the_root_cause(tmp_path, failure, exit_code, er
         assert gang.end().outcome == "FAILED"
         assert (cause.rank, cause.host, cause.exit_code, cause.error) == (2, "host1", exit_code, error)
         assert cause.log == "attempts/0/logs/rank-002.err"
-        assert [record.error for record in gang.ranks() if record.rank != 2] == ["ended with the gang"] * 3
+        assert [record.error for record in gang.ranks() if record.rank != 2] == ["ended with the others"] * 3
 
 
 def test_a_raised_exception_is_reported_with_its_traceback_and_without_our_frames(tmp_path):

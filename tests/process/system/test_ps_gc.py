@@ -244,7 +244,7 @@ def test_gc_names_what_a_run_has_started_that_carries_no_cookie(run, start, toke
     (child,) = look(token).unmarked
     try:
         done = gc(run)
-        assert f"carry no cookie, so gc does not end them: kill {child}" in done.stderr
+        assert f"do not carry the run's variable, so gc does not end them: kill {child}" in done.stderr
         assert parent.wait(10) == -signal.SIGKILL
     finally:
         os.kill(child, signal.SIGKILL)

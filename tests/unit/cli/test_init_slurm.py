@@ -95,7 +95,7 @@ def test_a_partition_that_is_not_there_is_an_error_that_names_those_that_are(tmp
 
 def test_a_named_partition_that_takes_no_jobs_is_reported(tmp_path: Path) -> None:
     done = init(tmp_path, at("mixed_24_05", tmp_path), "--partition", "robots")
-    assert "partition robots takes no jobs of yours now: it takes the accounts robots" in done.stderr
+    assert "partition robots takes none of your jobs now: it takes the accounts robots" in done.stderr
 
 
 def test_the_time_limit_of_the_account_counts_too(tmp_path: Path) -> None:

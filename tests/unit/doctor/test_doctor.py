@@ -311,7 +311,7 @@ def test_a_runs_directory_in_memory_makes_the_exit_code_three(tmp_path: Path) ->
     ("overrides", "check", "words"),
     [
         (["slurm.partition=gpus"], "partition", "the cluster has no partition gpus"),
-        (["slurm.partition=gpu-long"], "partition", "gpu-long takes no jobs of yours: it is DOWN"),
+        (["slurm.partition=gpu-long"], "partition", "gpu-long takes none of your jobs: it is DOWN"),
         (["resources.time=3-00:00:00"], "partition", "gpu allows 2-00:00:00, the spec asks for 3-00:00:00"),
         (["resources.gpus_per_node=8"], "partition", "gpu has 0 nodes with 8 GPUs, the spec asks for 1"),
         (["resources.nodes=17"], "partition", "gpu has 12 nodes with 4 GPUs, the spec asks for 17"),

@@ -467,7 +467,7 @@ def test_a_path_with_blanks_and_quotes_stays_one_argument(tmp_path: Path) -> Non
 
 
 def test_a_runs_directory_in_memory_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"lies on tmpfs \(/dev/shm\), in the memory of this machine"):
+    with pytest.raises(UsageError, match=r"is on tmpfs \(/dev/shm\), in the memory of this machine"):
         plan(tmp_path, runs_dir=Path("/dev/shm/runs"))
 
 

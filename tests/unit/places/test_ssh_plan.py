@@ -217,7 +217,7 @@ def test_what_git_ignores_is_said_not_to_be_uploaded(repository: Path) -> None:
 
 def test_a_relative_output_is_said_to_stay_on_the_hosts(repository: Path) -> None:
     (note,) = plan(f"{CORES}entry: {{script: src/train.py, args: [--out, ckpt]}}\n", repository).notes
-    assert note == "ckpt is relative: it lies in each host's copy of the code; {output_dir} is copied back"
+    assert note == "ckpt is relative: it is in each host's copy of the code; {output_dir} is copied back"
 
 
 @pytest.mark.parametrize(

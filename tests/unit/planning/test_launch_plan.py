@@ -335,7 +335,7 @@ def test_a_script_beside_too_much_data_runs_where_it_lies_and_the_note_says_why(
     assert (plan.gang.entry.target, plan.snapshot) == (str(tmp_path / "entry.py"), None)
     (note,) = plan.notes
     assert "1 file, 60.0 MB (largest: train.npz (60.0 MB))" in note
-    assert "runs where it lies" in note
+    assert "runs where it is" in note
     assert "git init" in note
 
 

@@ -212,7 +212,7 @@ def test_rank_variables_cannot_be_set(name: str) -> None:
     key, message, _ = problem_of(f"env: {{{name}: 1}}")
     assert (key, message) == (
         f"env.{name}",
-        f"{name} is set by clusterddp for each rank; a value of yours would break the gang",
+        f"{name} is set by clusterddp for each rank; your value would break the run",
     )
 
 

@@ -61,7 +61,7 @@ def open_root(named):
         raise RefusalError(f"{sys.executable} is Python {sys.version.split()[0]}, 3.10 or newer is needed")
     root = os.path.abspath(os.path.expanduser(named))
     os.makedirs(root, mode=0o700, exist_ok=True)
-    fault = find_fault(root, private=True, instead="ssh.dir names a directory of yours")
+    fault = find_fault(root, private=True, instead="ssh.dir names one of your directories")
     if fault is not None:
         raise RefusalError("%s; %s" % fault)
     for name in ("packages", "code", "runs"):
