@@ -64,7 +64,7 @@ class AttemptDir:
     )
     stopped = Below("stopped.json", "Written by the ranks' program when it ended because of a stop: how far it came.")
     stacks_request = Below(
-        "STACKS", "A process that creates this file asks where the ranks are; node 0's supervisor removes it (run/stacks.py)."
+        "STACKS", "Created to ask where the ranks are; node 0's supervisor removes it (run/stacks.py)."
     )
     stacks = Below("stacks", "Where the ranks were, when a command asked or the run showed no progress: a report each.")
     usage = Below("usage.json", "What the ranks use, and how fast they are (run/rank_usage.py).")

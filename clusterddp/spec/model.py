@@ -257,7 +257,7 @@ class JobSpec(Section):
     hang_after: fields.TimeLimit | None = key(
         None,
         "How long a run may show no progress (no output, no bytes read or written, no further collective), written as "
-        'time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 times the usual interval between rows in '
+        'time is: "2:00" is 2 minutes. Default: 1 minute, 20 median steps, or 3 times the usual time between rows in '
         "metrics.jsonl, whichever is longest.",
     )
     notify: NotifySpec | None = key(

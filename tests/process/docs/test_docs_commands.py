@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import textwrap
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,7 @@ def test_yaml_reads_as_a_spec(block: Block, tmp_path: Path) -> None:
     "block", [block for block in BLOCKS if block.language == "python"], ids=lambda block: block.where
 )
 def test_python_compiles(block: Block) -> None:
-    compile(block.text, block.where, "exec")
+    compile(textwrap.dedent(block.text), block.where, "exec")
 
 
 @pytest.mark.slow
