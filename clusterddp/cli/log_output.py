@@ -14,6 +14,7 @@ from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, duration, jso
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_gang
+from clusterddp.run.steps import is_whole_script
 from clusterddp.system.units import format_count
 from clusterddp.view.printable import printable
 
@@ -126,7 +127,7 @@ def starting_text(run: RunDir, view: RunView) -> str:
     from clusterddp.view.ranks import count_started
 
     state, facts = view.state.value, [printable(view.reason)] if view.reason else []
-    if view.attempt is not None and view.end is None:
+    if view.attempt is not None and view.end is None and not is_whole_script(run):
         world_size = read_gang(run).world_size
         started = count_started(run.attempt(view.attempt))
         if started < world_size:

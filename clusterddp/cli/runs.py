@@ -35,7 +35,7 @@ from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import FOREIGN, read_run
 from clusterddp.run.seal import is_ours
 from clusterddp.run.state import RunState
-from clusterddp.run.steps import is_batch_script, job_output, shown_step, steps_of
+from clusterddp.run.steps import is_batch_script, is_whole_script, job_output, shown_step, steps_of
 from clusterddp.run.sweep import find_sweep, sweep_of
 from clusterddp.system.files import read_json
 from clusterddp.view.printable import printable
@@ -108,10 +108,10 @@ class LogOptions:
 @command("logs")
 @works_at_login
 @run_argument()
-@click.option("--rank", "ranks", metavar="RANKS", default="0", help="0 (default), 0,3-5, all, or failed.")
+@click.option("--rank", "ranks", metavar="RANKS", help="0 (default), 0,3-5, all, or failed.")
 @click.option("-f", "--follow", is_flag=True, help="Go on until the run ends, over restarts and requeues.")
 @click.option("--attempt", type=click.IntRange(min=0), metavar="N", help="The newest one by default.")
-@click.option("--step", metavar="K", help="Of a batch script: the one that status shows ranks of by default.")
+@click.option("--step", metavar="K", help="Of a batch script; with --rank alone, that of the ranks in status.")
 @click.option("--tail", "tail_lines", type=click.IntRange(min=0), metavar="N", help="The last N lines of each file.")
 @click.option("--since", metavar="TIME", help="Lines since then: 90s, 10m, 2h, 1d ago, or 2026-01-31T14:30.")
 @click.option("--grep", metavar="PATTERN", help="Of these, the lines that match a regular expression (of Python).")
@@ -126,7 +126,7 @@ def logs(
     terminal: Terminal,
     *,
     name: str,
-    ranks: str,
+    ranks: str | None,
     follow: bool,
     step: str | None,
     log_options: LogOptions,
@@ -134,7 +134,7 @@ def logs(
     output: str,
     runs_dir: Path,
 ) -> None:
-    """Show what ranks wrote to standard output and standard error.
+    """Show what ranks wrote to standard output and standard error; of a batch script the output of its job.
 
     With several ranks each line begins with its rank and host, and a line that several wrote with their numbers. The
     files are RUN/attempts/N/logs/rank-000.out and .err; times are exact to 5 seconds. With -o json each line is an
@@ -142,14 +142,16 @@ def logs(
     """
     as_json = output == "json"
     query = log_options.query(timestamps=as_json)
-    run = _step_of(find_run(runs_dir, name), step, query.attempt)
+    run = _step_of(find_run(runs_dir, name), step, ranks, query.attempt)
     escape = False if raw else None
+    ranks = ranks or "0"
+    whose = run.name if is_whole_script(run) else f"rank {ranks} of {run.name}"
     with staying_with(run, terminal) as sync:
         anything = write_logs(run, ranks, terminal, sync, follow=follow, query=query, escape=escape, as_json=as_json)
     if not anything:
         raise_if_unknown(run, read_state(run))
     if not anything and (query.matches or query.since is not None):
-        say(f"rank {ranks} of {run.name} has no such line")
+        say(f"{whose} has no such line")
     elif not anything and query.tail_lines != 0:
         record = read_run(run)
         what = "has written nothing"
@@ -157,7 +159,7 @@ def logs(
             what = (
                 f"has no log here: ranks of clusterddp worker write to the launcher that started them ({record.job_id})"
             )
-        say(f"rank {ranks} of {run.name} {what}")
+        say(f"{whose} {what}")
     if not follow and ranks == "0":
         _say_failed_rank(run, query.attempt, terminal)
 
@@ -282,9 +284,10 @@ def _fetched_status(run: RunDir, sync: Synchroniser, environ: Mapping[str, str])
     return read_status(run, view)
 
 
-def _step_of(run: RunDir, step: str | None, attempt: int | None) -> RunDir:
-    """Return the run as a step of it sees it, and say where the script's own output is; another run as it is.
+def _step_of(run: RunDir, step: str | None, ranks: str | None, attempt: int | None) -> RunDir:
+    """Return the run as a step of it sees it, of which a step or ranks are wanted; say where the job's output is.
 
+    Another run is returned as it is.
     Raises: UsageError: it has no such step.
     """
     attempts = run.attempts()
@@ -294,7 +297,11 @@ def _step_of(run: RunDir, step: str | None, attempt: int | None) -> RunDir:
             raise UsageError(f"--step {step}: {run.name} has no steps")
         return run
     if paths := job_output(run.attempt(number)):
-        say(f"the script itself writes to {printable(' and '.join(map(str, paths)))}")
+        say(f"the output of the job is in {printable(' and '.join(map(str, paths)))}")
+    if step is None and ranks is None:
+        if not paths:
+            say(f"{run.name}: no file with its output is seen from here")
+        return run
     known = {each.step: each for each in steps_of(run, number)}
     if step is not None and step not in known:
         raise UsageError(f"--step {step}: {run.name} has {', '.join(map(str, known)) or 'no steps'}")

@@ -176,7 +176,8 @@ def place_local(job: JobSpec, request: Request) -> Placement:
 
 def _pretend_nodes(job: JobSpec, script: bytes) -> tuple[JobSpec, tuple[str, ...]]:
     """Return a batch script's job with the GPUs of all nodes that it asks Slurm for, and what differs here."""
-    given = options_of(script, job.slurm)
+    unknown: list[str] = []
+    given = options_of(script, job.slurm, unknown)
     sizes = read_sizes(given, lambda *_: None)
     if sizes.nodes > MAX_PRETENDED_NODES:
         raise UsageError(
@@ -190,7 +191,11 @@ def _pretend_nodes(job: JobSpec, script: bytes) -> tuple[JobSpec, tuple[str, ...
         f"nodes are 127.0.0.1 and so on, and `hostname` prints {socket.gethostname()}"
     )
     resources = job.resources.model_copy(update={"gpus_per_node": gpus})
-    return job.model_copy(update={"resources": resources}), (note,)
+    notes = (
+        note,
+        *(f"{line}: has an option that is not known to be sbatch's: Slurm may refuse it" for line in unknown),
+    )
+    return job.model_copy(update={"resources": resources}), notes
 
 
 def plan_placement(job: JobSpec, machine: Machine) -> Placement:

@@ -128,6 +128,11 @@ def is_batch_script(run: RunDir) -> bool:
     return is_file(run.batch_script)
 
 
+def is_whole_script(run: RunDir) -> bool:
+    """Return whether this is a batch script itself, none of its steps."""
+    return run.step is None and is_batch_script(run)
+
+
 def _names(steps: Path) -> list[str]:
     try:
         return [name for name in os.listdir(steps) if _NAME.fullmatch(name)]

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from clusterddp.errors import UsageError
-from clusterddp.spec.launch_options import Option, Word
+from clusterddp.spec.launch_options import SBATCH, Option, Word
 from clusterddp.spec.sbatch_lines import Given, GivenOptions, read_sbatch_lines
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
@@ -77,15 +76,22 @@ def head_of(data: bytes) -> bytes:
     return data[begin:position]
 
 
-def options_of(data: bytes, overrides: Mapping[str, str | bool] | None = None) -> GivenOptions:
+def options_of(
+    data: bytes, overrides: Mapping[str, str | bool] | None = None, unknown: list[str] | None = None
+) -> GivenOptions:
     """Read the #SBATCH lines, and the options of the command line, which override them (`slurm` in the spec).
 
-    A line that is not understood is left to sbatch.
+    An option that is not known to be one of sbatch is left to sbatch; its line is added to `unknown`.
     """
-    given = GivenOptions()
+    given, unknown = GivenOptions(), [] if unknown is None else unknown
     for line in head_of(data).decode(errors="replace").split("\n"):
-        with contextlib.suppress(UsageError):
-            given |= read_sbatch_lines(line, "", lambda *_: None)
+        try:
+            found = read_sbatch_lines(line, "", lambda *_: None)
+        except UsageError:
+            unknown.append(line)
+            continue
+        unknown += [line] if found.keys() - SBATCH.names else []
+        given |= found
     for name, value in (overrides or {}).items():
         text = "" if value is True else str(value)
         given[name] = Given(option=Option(name=name, value=Word(text), text=f"--{name}={text}"), line=0, of="slurm")

@@ -47,6 +47,11 @@ class OptionTable:
     counts: Mapping[str, int] | None = None
     """Options with several values."""
 
+    @property
+    def names(self) -> frozenset[str]:
+        """Return the long names of all options."""
+        return self.flags | self.optional | self.values | frozenset(self.counts or {})
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Option:
@@ -148,7 +153,7 @@ def _is_long(word: Word, table: OptionTable) -> bool:
     if word.text.startswith("--"):
         return True
     name = word.text[1:].partition("=")[0].replace("-", "_")
-    return table.single_dash and len(name) > 1 and name in table.flags | table.values | set(table.counts or {})
+    return table.single_dash and len(name) > 1 and name in table.names
 
 
 def _long(word: Word, rest: deque[Word], table: OptionTable) -> list[Option]:
@@ -185,9 +190,8 @@ def _short(word: Word, rest: deque[Word], table: OptionTable) -> list[Option]:
 
 def _whole_name(name: str, table: OptionTable) -> str:
     """Complete an abbreviated name, if only one option begins with it."""
-    known = table.flags | table.optional | table.values | set(table.counts or {})
-    longer = [each for each in known if each.startswith(name)]
-    return longer[0] if len(longer) == 1 and name not in known else name
+    longer = [each for each in table.names if each.startswith(name)]
+    return longer[0] if len(longer) == 1 and name not in table.names else name
 
 
 def _value_follows(text: str, name: str, rest: deque[Word], table: OptionTable) -> bool:

@@ -24,6 +24,7 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.log_times import NOTE_EVERY_S, LogTimesReader
 from clusterddp.run.record import read_gang, read_ranks, read_start
+from clusterddp.run.steps import is_whole_script, job_output
 from clusterddp.system.files import open_regular, read_json, read_last_bytes
 from clusterddp.system.units import UNIT_S
 from clusterddp.view.printable import printable
@@ -40,6 +41,8 @@ _LINE_END = re.compile(rb"\n|\r(?!\n)")
 """As `bytes.splitlines` ends lines: progress bars write no other end than \\r for minutes."""
 _AGO = re.compile(r"(\d+(?:\.\d+)?)([smhd])")
 _NO_TIME = "-".ljust(20)
+JOB = -1
+"""Stands for a rank: the output of a batch script's job."""
 _WINDOW_BYTES = 64 * 1024
 """How far the lines of a rank are compared with those of the others."""
 
@@ -117,8 +120,11 @@ def failed_ranks(attempt: AttemptDir) -> tuple[int, ...]:
 def choose_ranks(run: RunDir, text: str, *, attempt: int | None, follow: bool) -> tuple[int, ...]:
     """Return the ranks that `--rank TEXT` selects; `attempt` None: of the newest one.
 
+    A batch script has no ranks, its steps have: of the whole run the output of its job is selected.
     Raises: UsageError: it is not understood, or the run has no such rank, or no rank failed.
     """
+    if is_whole_script(run):
+        return (JOB,)
     if text != "failed":
         return parse_ranks(text, read_gang(run).world_size)
     if follow:
@@ -179,7 +185,7 @@ def follow_logs(
     while True:
         logs = _open_logs(run, gang, number, ranks, wanted)
         yield from _follow_attempt(run, logs, number, poll_interval_s, sync, folds=query.folds and len(ranks) > 1)
-        later = [found.number for found in run.attempts() if found.number > number]
+        later = [found for found in _attempts(run) if found > number]
         if query.attempt is not None or not later:
             return
         number, wanted = later[0], dataclasses.replace(query, tail_lines=None, since=None)
@@ -225,8 +231,8 @@ def _fold_turn(logs: list[_RankLog], foldings: Sequence[Folding], turn: int, *, 
 def lacks_times(run: RunDir, ranks: tuple[int, ...], attempt: int | None) -> bool:
     """Return whether the supervisors of an attempt have not recorded when lines were written, as older ones do not."""
     number = _newest_attempt(run) if attempt is None else attempt
-    if number is None:
-        return False
+    if number is None or ranks == (JOB,):
+        return number is not None
     directory, gang = run.attempt(number), read_gang(run)
     started = None
     with contextlib.suppress(ClusterddpError):
@@ -236,9 +242,14 @@ def lacks_times(run: RunDir, ranks: tuple[int, ...], attempt: int | None) -> boo
     return not all(directory.log_times(gang.node_of(rank).node_rank).exists() for rank in ranks)
 
 
+def _attempts(run: RunDir) -> list[int]:
+    """List the attempts that have logs: of a batch script those whose output is seen from here."""
+    is_script = is_whole_script(run)
+    return [found.number for found in run.attempts() if not is_script or job_output(found)]
+
+
 def _newest_attempt(run: RunDir) -> int | None:
-    attempts = run.attempts()
-    return attempts[-1].number if attempts else None
+    return next(reversed(_attempts(run)), None)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -291,14 +302,14 @@ class _RankLog:
 
 
 def _open_logs(run: RunDir, gang: Gang, number: int, ranks: tuple[int, ...], query: LogQuery) -> list[_RankLog]:
-    """Open the logs of an attempt: two of each rank, standard output before standard error."""
+    """Open the logs of an attempt: two of each rank, standard output before standard error; of a job what it has."""
     attempt = run.attempt(number)
     logs = []
     readers: dict[int, LogTimesReader] = {}
     for rank in ranks:
-        node = gang.node_of(rank)
+        node = gang.nodes[0] if rank == JOB else gang.node_of(rank)
         times = readers.setdefault(node.node_rank, LogTimesReader(attempt.log_times(node.node_rank)))
-        for path in (attempt.stdout(rank), attempt.stderr(rank)):
+        for path in job_output(attempt) if rank == JOB else (attempt.stdout(rank), attempt.stderr(rank)):
             tail = query.tails / path.relative_to(run.path) if query.tails else path
             file = _open_log(tail if tail.exists() else path, times, query)
             logs.append(
@@ -389,7 +400,7 @@ def json_piece(piece: LogPiece) -> dict[str, object]:
     """Return a piece as `logs -o json` writes it; `ends` is false where the rest of the line follows."""
     return {
         "schema": 1,
-        "ranks": sorted([piece.rank, *piece.others]),
+        "ranks": [] if piece.rank == JOB else sorted([piece.rank, *piece.others]),
         "host": piece.host,
         "time": piece.written,
         "text": piece.data.rstrip(b"\r\n").decode(errors="replace"),

@@ -1,4 +1,4 @@
-"""What came of a batch script, by `sbatch` and by `clusterddp submit`, and in what the two may differ."""
+"""What came of a batch script, by `sbatch`, by `clusterddp submit` and without Slurm, and in what they may differ."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import os
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from clusterddp.network.hostlist import expand
+from clusterddp.run.attempts import final_end
+from clusterddp.run.directory import RunDir
+from clusterddp.run.record import read_run
 from tests.support.batch_scripts import Script
 from tests.support.paths import ROOT
 from tests.support.person import CLUSTERDDP
@@ -20,7 +23,8 @@ from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, SYSTEM_PATH
 from tests.testbed.rack import Rack
 
-SIDES = ("sbatch", "submit")
+SIDES = ("sbatch", "submit", "local")
+"""Slurm's own command; ours on Slurm; ours without Slurm, by `--launcher local --cpu`."""
 _ENDS = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
 FIRST_JOB_ID = 40_000
@@ -34,6 +38,7 @@ _NUMBERS = {
     r"\(?pid:? \d+\)?": "PID",
     r"(DIR)?/\S*/slurm_script\b": "SCRIPT",  # a copy of the script: Slurm's, ours
     r"365-00:00:00": "UNLIMITED",  # how Slurm shows it for some seconds
+    r"(?<=:)[^:\s]*/launcher/(bin|stand_ins):": "",  # in PATH
 }
 """What is another one in each job."""
 _HASTE = (
@@ -105,7 +110,7 @@ class Outcome:
 
 @dataclass(kw_only=True)
 class Side:
-    """A script that is submitted in one of the two ways, in a directory of its own."""
+    """A script that is submitted in one of the ways, in a directory of its own."""
 
     rack: Rack
     script: Script
@@ -123,16 +128,17 @@ class Side:
         done = self.rack.run(HEAD, self.command(), cwd=self.path, env=self.environ(), check=False)
         outcome = Outcome(said=done.stdout + done.stderr, code=done.returncode)
         if done.returncode == 0:
-            self.job_id = done.stdout.strip() if self.how != "submit" else self.job_of_run(outcome, done.stdout)
+            self.job_id = done.stdout.strip() if self.how == "sbatch" else self.job_of_run(outcome, done.stdout)
         return outcome
 
     def command(self) -> list[str]:
         script = self.script
-        if self.how != "submit":
+        if self.how == "sbatch":
             return ["sbatch", "--parsable", *(f"--{option}" for option in script.options), script.file, *script.args]
         pairs = [option.split("=", 1) for option in script.options]
         options = [f'slurm.{key}="{value}"' if "," in value else f"slurm.{key}={value}" for key, value in pairs]
         foreign = [] if script.plain else ["--from", "slurm"]
+        foreign += ["--launcher", "local", "--cpu"] if self.how == "local" else []
         args = ["--", *script.args] if script.args else []
         return [*CLUSTERDDP, "submit", *foreign, "-o", "json", script.file, *options, *args]
 
@@ -145,10 +151,10 @@ class Side:
         return {**more, "PYTHONDONTWRITEBYTECODE": "1", **self.script.environ}
 
     def job_of_run(self, outcome: Outcome, answer: str) -> str:
-        """Find the job by what submit has answered."""
+        """Find the run, and its job, by what submit has answered."""
         words = json.loads(answer)
         outcome.run_dir = Path(words["run_dir"]) if "run_dir" in words else self.path / "runs" / words["sweep"]
-        return str(words["job_id"])
+        return str(words.get("job_id"))
 
     def show(self) -> list[dict[str, str]]:
         """Ask Slurm for the job, or for the jobs of its array."""
@@ -169,16 +175,31 @@ class Side:
 
     def collect(self, outcome: Outcome) -> Outcome:
         """Wait for the end and read what is left."""
-        rows = self.await_end() if self.job_id else []
-        plain = Plain.of(self.path, rows)
+        runs = self.runs_without_slurm(outcome)
+        if runs:
+            wait_until(lambda: all(map(final_end, runs)), 240, what=self.script.name, patience=1, interval_s=0.3)
+            rows = [{"JobState": end.outcome} for end in map(final_end, runs) if end]
+        else:
+            rows = self.await_end() if self.job_id else []
+        plain = Plain.of(self.path, rows, runs)
         outcome.jobs = [job_facts(row, plain) for row in rows]
         for path in sorted(self.path.rglob("*")):
             if path.is_file() and self.is_left_by_the_job(path.relative_to(self.path)):
                 text = path.read_text(errors="surrogateescape")
                 outcome.files[plain.text(str(path.relative_to(self.path)))] = plain.lines(text)
+        for run in runs:
+            if (output := run.launcher_dir / "job.log").exists():
+                task = f"_{run.name.rpartition('.')[2]}" if len(runs) > 1 else ""
+                outcome.files[f"slurm-JOB{task}.out"] = plain.lines(output.read_text(errors="surrogateescape"))
         probes = [json.loads(path.read_text()) for path in (self.path / "probed").glob("*.json")]
         outcome.probed = sorted((plain.value(probe) for probe in probes), key=order)
         return outcome
+
+    def runs_without_slurm(self, outcome: Outcome) -> list[RunDir]:
+        """List the runs of a submit that was to do without Slurm: one, or those of an array's tasks."""
+        if self.how != "local" or outcome.run_dir is None:
+            return []
+        return [RunDir(record.parent) for record in sorted(outcome.run_dir.rglob("run.json"))]
 
     def is_left_by_the_job(self, path: Path) -> bool:
         """Say whether a file is neither given nor a record; torchrun names the directories of its logs by chance."""
@@ -195,16 +216,22 @@ class Plain:
     """Pattern -> what stands for it."""
 
     @classmethod
-    def of(cls, path: Path, rows: list[dict[str, str]]) -> Plain:
+    def of(cls, path: Path, rows: list[dict[str, str]], runs: Sequence[RunDir] = ()) -> Plain:
         words = {re.escape(str(path)): "DIR", **_NUMBERS}
+        for run in runs:
+            number = json.loads((run.launcher_dir / "pretended_job.json").read_text())["job_id"]
+            words[rf"(?<!\d)({number}|{str(read_run(run).job_id).partition('_')[0]})(?!\d)"] = "JOB"
+            words[rf"(?<!\d){20_000 + int(number) % 10_000}(?!\d)"] = "PORT"
         nodes = expand(rows[0].get("NodeList", "")) if len(rows) == 1 and "node" in rows[0].get("NodeList", "") else []
         for index, node in enumerate(nodes):
             words[rf"{node}\b"] = f"HOST{index}"
             words[rf"\b10\.77\.0\.{10 + int(node[4:])}\b"] = f"ADDRESS{index}"
-        return cls(words=words | {r"node\d\b": "HOST", r"\b10\.77\.0\.1\d\b": "ADDRESS"})
+        for number in range(1, 9) if len(runs) == 1 else ():
+            words[rf"\b127\.0\.0\.{number}\b"] = f"HOST{number - 1}"
+        return cls(words=words | {r"node\d\b|\b127\.0\.0\.\d\b": "HOST", r"\b10\.77\.0\.1\d\b": "ADDRESS"})
 
     def text(self, text: str) -> str:
-        text = re.sub(r"node\[[\d,-]+\]", lambda found: ",".join(expand(found[0])), text)
+        text = re.sub(r"(node|127\.0\.0\.)\[[\d,-]+\]", lambda found: ",".join(expand(found[0])), text)
         for pattern, word in self.words.items():
             text = re.sub(pattern, word, text)
         return text
@@ -276,6 +303,53 @@ def differences(first: Outcome, second: Outcome, *, racy: bool = False) -> list[
     return list(dict.fromkeys(found))
 
 
+WITHOUT_SLURM = {
+    **dict.fromkeys(("SLURM_CLUSTER_NAME", "SLURM_WORKING_CLUSTER", "SLURM_CONF"), "there is no cluster"),
+    **dict.fromkeys(("SLURM_JOB_PARTITION", "SLURM_NODE_ALIASES", "TMPDIR", "HOSTNAME", "MAIL"), "there is no cluster"),
+    **dict.fromkeys(("SLURM_TOPOLOGY_ADDR", "SLURM_TOPOLOGY_ADDR_PATTERN"), "there is no cluster"),
+    **dict.fromkeys(("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST", "SRUN_DEBUG"), "another srun"),
+    **dict.fromkeys(("SLURM_MEM_PER_CPU", "SLURM_MEM_PER_NODE"), "nothing limits memory"),
+    **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"), "--cpu hides the GPUs"),
+    **dict.fromkeys(("GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), "--cpu hides the GPUs"),
+    "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "this Slurm's name of it",
+    "SLURM_DISTRIBUTION": "this Slurm says cyclic of tasks that it has placed in blocks",
+    "SLURM_CPUS_ON_NODE": "of a step: Slurm counts its cores",
+    **dict.fromkeys(("SLURM_GET_USER_ENV", "SHELL"), "with --export sbatch adds what a login has"),
+    "SLURM_JOB_DEPENDENCY": "the queue is Slurm's",
+}
+"""Variables that differ where there is no Slurm, and why."""
+FACTS_WITHOUT_SLURM = ("argv", "python", "flags", "cwd", "umask", "nice", "signals", "stdin", "reduced")
+_SAID_BY_OTHERS = (*_HASTE, r"^srun: ", r"^slurmstepd", r"^clusterddp: ", r"^W TIME PID ", r"^Try ")
+
+
+def differences_without_slurm(slurm: Outcome, local: Outcome, *, racy: bool = False) -> list[str]:
+    """List in what a run without Slurm differs from that of sbatch; hosts, devices and what Slurm says may."""
+    if (slurm.code == 0) != (local.code == 0):
+        return [f"submitting: {slurm.code} {slurm.said!r}, {local.code} {local.said!r}"]
+    sides = (slurm, local)
+    found = differing(*({"states": sorted(each.states), "processes": len(each.probed)} for each in sides))
+    found += [f"file {words}" for words in differing(*(said_by_script(each, racy=racy) for each in sides))]
+    for one, two in zip(slurm.probed, local.probed, strict=False):
+        facts = [{key: probe.get(key) for key in FACTS_WITHOUT_SLURM} for probe in (one, two)]
+        environs = [compared(probe["environ"]) for probe in (one, two)]
+        skipped = {*WITHOUT_SLURM, *ADDED}
+        if "OMPI_COMM_WORLD_RANK" in one["environ"]:  # mpirun may have started it by srun, or not
+            skipped |= {name for each in environs for name in each if name.startswith("SLURM_")}
+        environs = [{name: value for name, value in each.items() if name not in skipped} for each in environs]
+        if environs[0].get("PYTHONPATH") == ".":
+            environs[0]["PYTHONPATH"] = "DIR"  # ours becomes absolute
+        words = [*differing(*facts), *(f"environ {words}" for words in differing(*environs))]
+        found += [f"process {shlex.join(one['argv'])}: {each}" for each in words]
+    return list(dict.fromkeys(found))
+
+
+def said_by_script(outcome: Outcome, *, racy: bool) -> dict[str, list[str]]:
+    """Return the files that have lines which are neither Slurm's, nor ours, nor torchrun's; racy: those of numbers."""
+    kept = str.isdecimal if racy else lambda line: not re.search("|".join(_SAID_BY_OTHERS), line)
+    files = {Path(name).name: [line for line in lines if kept(line)] for name, lines in outcome.files.items()}
+    return {name: lines for name, lines in files.items() if lines}
+
+
 def of_processes(one: dict[str, Any], two: dict[str, Any]) -> list[str]:
     """List in what two processes differ."""
     facts = [{key: value for key, value in probe.items() if key != "environ"} for probe in (one, two)]
@@ -288,7 +362,8 @@ def compared(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that two processes must have in common, as they must be."""
     ours = ("CLUSTERDDP_", *_MADE_UP)
     kept = {name: value for name, value in environ.items() if name not in NOT_COMPARED and not name.startswith(ours)}
-    kept["PATH"] = ":".join(part for part in kept.get("PATH", "").split(":") if not part.endswith("/launcher/bin"))
+    folders = kept.get("PATH", "").split(":")
+    kept["PATH"] = ":".join(part for part in folders if not part.endswith(("/launcher/bin", "/launcher/stand_ins")))
     parts = [part for part in kept.pop("PYTHONPATH", _HOOK).split(":") if part != _HOOK]
     kept |= {"PYTHONPATH": ":".join(parts)} if parts else {}
     for name in _DEVICES & set(kept):

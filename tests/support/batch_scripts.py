@@ -59,6 +59,12 @@ class Script:
 
 _SPECIAL: dict[str, dict[str, Any]] = {
     "highest-exit-code": {"racy": True},
+    "hook-of-conda-and-traced": {
+        "files": {
+            "conda": "#!/bin/sh\n# A fake.\necho 'conda() { PATH=$CONDA_ROOT/envs/$2/bin:$PATH; }'\n",
+            "project/src/training/main.py": PROBE,
+        }
+    },
     "k01-conda-and-settings": {
         "files": {"settings.sh": 'export DATA_ROOT=/data\nconda() { export PATH="$CONDA_ROOT/envs/$2/bin:$PATH"; }\n'}
     },
@@ -135,6 +141,17 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "bytes": {
         "text": "#!/bin/bash\n#SBATCH -n1\n# caf\udce9 \xfc\nX=$'\\xe9'\nsrun python train.py \xfc\u4e2d \"$X\"\n"
     },
+    "modules-and-backquotes": {
+        "files": {"src/training/main.py": PROBE},
+        "environ": {"BASH_FUNC_module%%": '() {  echo "module $*" >&2\n}'},
+    },
+    "nodes-in-an-array": {
+        "args": ("--steps", "10"),
+        "files": {"project/train.py": PROBE},
+        "environ": {"CONFIG": "large"},
+        "racy": True,
+        "state": "FAILED",
+    },
     "path-with-spaces": {
         "files": {"sub dir/run me.sh": 'python "my train.py" "$1"\n', "my train.py": PROBE},
         "file": "sub dir/träin it's.slurm",
@@ -158,6 +175,27 @@ _SPECIAL: dict[str, dict[str, Any]] = {
     "ranks-killed": {"racy": True},
     "rank-raises": {"racy": True},
 }
+
+
+_PLACES = "Slurm fills the first node as far as it has cores; here tasks are spread evenly"
+NEEDS_SLURM = {
+    "bad-option": "sbatch refuses the script; the plan names the line",
+    "export-none": "with --export=NONE a job of Slurm has the variables of a login",
+    "highest-exit-code": "ranks end others: the busier the machine, the more of them before they can fail",
+    "unknown-partition": "there is no partition that could be unknown",
+    "variables-of-sbatch": "SBATCH_* are variables of sbatch",
+    "k29-option-of-a-plugin-that-is-not-here": "srun refuses it; here the program runs in no container, and it is said",
+    "k31-sbatch-in-a-script": "nothing is queued, and it is said",
+    "requeue-in-the-script": "nothing is queued again, and it is said",
+    "srun-by-path": "it calls the real srun of this machine",
+    "srun-het-group": "the stand-in for srun takes one program, and says so",
+    "srun-multi-prog": "the stand-in for srun takes one program, and says so",
+    "signal-to-steps": "no time limit is near",
+    "trap-of-usr1": "no time limit is near",
+    "options-on-the-line": _PLACES,
+    "srun-short-options": _PLACES,
+}
+"""Scripts that are not the same without Slurm, and why."""
 
 
 def all_scripts() -> list[Script]:

@@ -277,7 +277,7 @@ def install_stand_ins(run: RunDir, job_file: Path) -> Path:
     directory.mkdir(mode=0o700, exist_ok=True)
     for name in COMMANDS:
         words = isolated_command("clusterddp.places.local.stand_ins", str(job_file), name)
-        write_text(directory / name, f'#!/bin/sh\nexec {shlex.join(words)} "$@"\n')
+        write_text(directory / name, f'#!/bin/bash -p\nexec {shlex.join(words)} "$@"\n')
         (directory / name).chmod(0o700)
     return directory
 

@@ -153,6 +153,8 @@ def srun(words: Sequence[str], job: Mapping[str, Any], job_file: str) -> int:
     for name in ("multi_prog", "het_group"):
         if name in given or (name == "het_group" and ":" in program):
             raise ClusterddpError(f"clusterddp's stand-in for srun has no --{name.replace('_', '-')}")
+    if container := {"container", "container_image", "container_name"} & given.keys():
+        _say(f"clusterddp: without Slurm the program runs in no container: --{container.pop().replace('_', '-')}")
     layout = lay_out(given, os.environ)
     _note_processors(given, layout)
     with Step(given, layout, job, next_number(f"{job_file}.steps")) as step:
@@ -323,8 +325,10 @@ class Step:
             "SLURM_UMASK": f"{_umask():04o}",
         }
         for option in ("cpus_per_task", "ntasks_per_node", "job_name"):
-            if self._given.get(option):
-                variables[f"SLURM_{option.upper()}"] = self._given[option]
+            if value := self._option(option, f"SRUN_{option.upper()}"):
+                variables[f"SLURM_{option.upper()}"] = value
+        if "label" in self._given:
+            variables["SLURM_LABELIO"] = "1"
         return (
             _exported(self._option("export", "SLURM_EXPORT_ENV"))
             | {name: str(value) for name, value in variables.items()}

@@ -1,4 +1,4 @@
-"""Batch scripts of every kind, by `sbatch` and by `clusterddp submit`: what their ranks see, and what is left."""
+"""Batch scripts of every kind, by `sbatch`, by `clusterddp submit` and without Slurm: what ranks see, what is left."""
 
 from __future__ import annotations
 
@@ -8,21 +8,29 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import pytest
 
-from tests.support.batch_outcomes import FIRST_JOB_ID, SIDES, Outcome, Side, differences, make_conda
-from tests.support.batch_scripts import Script, all_scripts
+from tests.support.batch_outcomes import (
+    FIRST_JOB_ID,
+    SIDES,
+    Outcome,
+    Side,
+    differences,
+    differences_without_slurm,
+    make_conda,
+)
+from tests.support.batch_scripts import NEEDS_SLURM, Script, all_scripts
 from tests.testbed.plan import RackPlan
 from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.usefixtures("needs_rack")]
 
 SCRIPTS = {script.name: script for script in all_scripts()}
-PAIRS_AT_ONCE = 3
-Results = dict[str, "Future[list[Outcome]]"]
+AT_ONCE = 3
+Results = dict[str, "Future[dict[str, Outcome]]"]
 
 
 @pytest.fixture(scope="module")
 def results(request: pytest.FixtureRequest, needs_rack: None) -> Iterator[Results]:
-    """Run the scripts that are asked for, some at once, each by both ways."""
+    """Run the scripts that are asked for, some at once, each by all ways."""
     callspecs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     names = [spec.params["name"] for spec in callspecs if spec.params.get("name") in SCRIPTS]
     with contextlib.ExitStack() as stack:
@@ -35,21 +43,28 @@ def results(request: pytest.FixtureRequest, needs_rack: None) -> Iterator[Result
         }
         for rack in racks.values():
             make_conda(rack.dir / "shared" / "conda")
-        pool = stack.enter_context(ThreadPoolExecutor(PAIRS_AT_ONCE))
+        pool = stack.enter_context(ThreadPoolExecutor(AT_ONCE))
         yield {name: pool.submit(run, racks[SCRIPTS[name].confined], SCRIPTS[name]) for name in names}
         pool.shutdown(wait=False, cancel_futures=True)
 
 
-def run(rack: Rack, script: Script) -> list[Outcome]:
-    """Run a script by both ways at the same time."""
-    sides = [Side(rack=rack, script=script, how=how) for how in SIDES]
+def run(rack: Rack, script: Script) -> dict[str, Outcome]:
+    """Run a script by all ways at the same time."""
+    hows = SIDES[:2] if script.name in NEEDS_SLURM else SIDES
+    sides = [Side(rack=rack, script=script, how=how) for how in hows]
     started = [side.start() for side in sides]
-    return [side.collect(outcome) for side, outcome in zip(sides, started, strict=True)]
+    return {side.how: side.collect(outcome) for side, outcome in zip(sides, started, strict=True)}
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_submit_gives_what_sbatch_gives(name: str, results: Results) -> None:
-    plain, ours = results[name].result()
-    script = SCRIPTS[name]
+    outcomes = results[name].result()
+    script, plain = SCRIPTS[name], outcomes["sbatch"]
     assert (set(plain.states) or {"refused"}) == {script.state}, plain
-    assert differences(plain, ours, racy=script.racy) == []
+    assert differences(plain, outcomes["submit"], racy=script.racy) == []
+
+
+@pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in NEEDS_SLURM])
+def test_a_run_without_slurm_gives_what_sbatch_gives(name: str, results: Results) -> None:
+    outcomes = results[name].result()
+    assert differences_without_slurm(outcomes["sbatch"], outcomes["local"], racy=SCRIPTS[name].racy) == []

@@ -17,6 +17,7 @@ import pytest
 from clusterddp.cli.log_output import starting_text
 from clusterddp.cli.main import main
 from clusterddp.places.state import read_state
+from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import append_jsonl, write_json
 from tests.support.handmade_runs import complete, make_batch_run, make_run, start_attempt, start_step
@@ -134,12 +135,46 @@ def test_a_line_has_the_state_until_there_is_output(runs_dir: Path) -> None:
         assert (process.stdout.read(), process.wait()) == (b"", 0)
 
 
-def test_logs_of_a_batch_script_are_those_of_the_step_that_runs_or_of_one_that_is_named(
+def test_logs_of_a_batch_script_are_the_output_of_its_job(
+    runs_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    paths = [tmp_path / "slurm-1.out", tmp_path / "slurm-1.err"]
+    run = make_batch_run(runs_dir, stdout=str(paths[0]), stderr=str(paths[1]))
+    assert "no file with its output is seen from here" in shown(capfd)[2]
+    paths[0].write_text("setup\nloss 1\n")
+    assert shown(capfd)[:2] == (0, "setup\nloss 1\n")
+    paths[1].write_text("warning\n")
+    start_step(run).attempt(0).stdout(0).write_text("loss 1\n")
+    assert shown(capfd)[1] == "setup\nloss 1\nwarning\n"
+    assert shown(capfd, "--grep", "loss")[1] == "loss 1\n"
+    code, out, said = shown(capfd, "-o", "json", "--tail", "1")
+    assert [(code, row["ranks"], row["text"]) for row in map(json.loads, out.splitlines())] == [
+        (0, [], "loss 1"), (0, [], "warning")
+    ]  # fmt: skip
+    assert str(paths[0]) in said
+
+
+def test_the_output_of_a_batch_script_is_followed_over_its_steps(runs_dir: Path, tmp_path: Path) -> None:
+    run = make_batch_run(runs_dir, stdout=str(tmp_path / "slurm-1.out"))
+    with following() as (process, _):
+        assert process.stdout is not None
+        with open(tmp_path / "slurm-1.out", "w") as output:
+            for number in range(2):
+                output.write(f"step {number}\n")
+                output.flush()
+                assert process.stdout.readline() == b"step %d\n" % number
+                step = start_step(run)
+                complete(step, step.attempt(0))
+        write_end(run.attempt(0), AttemptEnd(outcome="COMPLETED", reason="train.slurm exited with code 0"))
+        assert (process.stdout.read(), process.wait()) == (b"", 0)
+
+
+def test_ranks_of_a_batch_script_are_those_of_the_step_that_runs_or_of_one_that_is_named(
     runs_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "slurm-1.out").write_text("setup\n")
     run = make_batch_run(runs_dir, stdout=str(tmp_path / "slurm-1.out"))
-    code, _, said = shown(capfd)
+    code, _, said = shown(capfd, "--rank", "0")
     assert (code, "no ranks" in said, str(tmp_path / "slurm-1.out") in said) == (2, True, True)
     first, second = start_step(run), start_step(run)
     first.attempt(0).stdout(1).write_text("first\n")

@@ -40,6 +40,14 @@ def test_sbatch_gets_the_options_of_the_command_line_the_script_and_its_argument
     assert planned.slurm.directory == planned.slurm.job_directory == str(tmp_path)
 
 
+def test_without_slurm_an_option_that_sbatch_may_refuse_is_named(tmp_path):
+    script = b"#!/bin/bash\n#SBATCH --ntask-per-node=4 -N2\n#SBATCH -n 2\n#SBATCH --gress gpu:2\nsrun x\n"
+    notes = plan(tmp_path, "launcher=local", script=script).notes
+    assert [note.partition(": has")[0] for note in notes if "not known" in note] == [
+        "#SBATCH --ntask-per-node=4 -N2", "#SBATCH --gress gpu:2"
+    ]  # fmt: skip
+
+
 def test_what_sbatch_gets_is_the_head_of_the_script_byte_for_byte_and_one_command(tmp_path):
     script = plan(tmp_path).slurm.script.encode(errors="surrogateescape")
     first, rest = script.split(b"\n", 1)
