@@ -8,10 +8,9 @@ from pathlib import Path
 
 from clusterddp.errors import UsageError
 from clusterddp.spec.launch_options import SBATCH, Option, Word
-from clusterddp.spec.sbatch_lines import Given, GivenOptions, read_sbatch_lines
+from clusterddp.spec.sbatch_lines import OTHER_MARKS, Given, GivenOptions, read_sbatch_lines
 
 _NAME = re.compile(r"[^A-Za-z0-9._-]+")
-_OTHER_SCHEDULERS = (b"#PBS", b"#BSUB", b"#$ ", b"#COBALT", b"#FLUX:")
 _RANGE = re.compile("([0-9]{1,9})(?:-([0-9]{1,9})(?::([0-9]{1,9}))?)?")
 MAX_TASKS = 10_000
 """Of an array: each is a run with a directory."""
@@ -32,11 +31,11 @@ def is_batch_script(path: Path, data: bytes) -> bool:
     if not data.startswith(b"#!") or b"python" in lines[0]:
         return False
     hint = "--from slurm submits it as it is; a spec with entry: {command: ..., shell: true} runs it in each rank"
-    other = next((mark for mark in _OTHER_SCHEDULERS if any(line.startswith(mark) for line in lines)), None)
+    other = next((mark for mark in OTHER_MARKS if any(line.startswith(mark.encode()) for line in lines)), None)
     if any(line.startswith(b"#SBATCH") for line in lines):
         found = "its #SBATCH lines are after its first command, where sbatch ignores them"
     elif other:
-        found = f"a script for another scheduler: it has {other.decode().strip()} lines and no #SBATCH lines"
+        found = f"a script for another scheduler: it has {other.strip()} lines and no #SBATCH lines"
     else:
         found = "a script without #SBATCH lines, so it may not be meant for sbatch"
     raise UsageError(f"{path}: {found}", hint=hint)

@@ -26,7 +26,7 @@ SIZES = frozenset(
 GPU_OPTIONS = ("gres", "gpus", "gpus_per_node", "gpus_per_task")
 _NUMBERS = ("ntasks", "ntasks_per_node", "tasks_per_node", "ntasks_per_gpu", "cpus_per_task", "cpus_per_gpu")
 _MARK = "#SBATCH"
-_OTHER_MARKS = ("#PBS", "#BSUB", "#$ ", "#COBALT", "#FLUX:")
+OTHER_MARKS = ("#PBS", "#BSUB", "#$ ", "#COBALT", "#FLUX:")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -97,7 +97,7 @@ def read_sbatch_lines(text: str, source: str, lose: Lose) -> GivenOptions:
     for number, line in enumerate(text.split("\n"), 1):
         line = line.rstrip("\r")  # noqa: PLW2901
         if not line.startswith(_MARK):
-            if line.startswith(_OTHER_MARKS):
+            if line.startswith(OTHER_MARKS):
                 lose(line, "a line for another scheduler", number)
             in_force = in_force and (not line.strip() or line.lstrip().startswith("#"))
             continue

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clusterddp.network.hostlist import compress, compress_counts
-from clusterddp.places.local.stand_ins import COMMANDS, fill_in
+from clusterddp.places.local.stand_ins import COMMANDS, exported, fill_in
 from clusterddp.planning.plan import Plan, read_plan
 from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
 from clusterddp.run.attempts import cancelled, end_run, failed, final_end, spell_exit
@@ -38,6 +38,7 @@ from clusterddp.system.python import isolated_command
 _BATCH = "clusterddp.places.slurm.batch"
 _CANCEL_S = 3.0
 """How long the script has for its trap of SIGTERM when the run is cancelled."""
+_OPTIONS_AS_VARIABLES = ("ntasks_per_node", "cpus_per_task", "gpus", "gpus_per_node", "gpus_per_task")
 _KEPT = ("PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG")
 """What a job has with --export=NONE, besides the variables of Slurm."""
 
@@ -76,26 +77,18 @@ class PretendedJob:
         facts: dict[str, object] = {
             "SLURM_CLUSTER_NAME": "local",
             "SLURMD_NODENAME": self.nodes[0],
-            "SLURM_JOB_ID": self.job_id,
-            "SLURM_JOBID": self.job_id,
+            **dict.fromkeys(("SLURM_JOB_ID", "SLURM_JOBID"), self.job_id),
             "SLURM_JOB_NAME": self.name,
             "SLURM_JOB_PARTITION": given.value("partition") or "local",
             "SLURM_JOB_ACCOUNT": given.value("account"),
             "SLURM_JOB_QOS": given.value("qos"),
-            "SLURM_JOB_NODELIST": nodes,
-            "SLURM_NODELIST": nodes,
-            "SLURM_JOB_NUM_NODES": sizes.nodes,
-            "SLURM_NNODES": sizes.nodes,
-            "SLURM_NTASKS": asked or "",
-            "SLURM_NPROCS": asked or "",
-            "SLURM_NTASKS_PER_NODE": given.value("ntasks_per_node"),
+            **dict.fromkeys(("SLURM_JOB_NODELIST", "SLURM_NODELIST"), nodes),
+            **dict.fromkeys(("SLURM_JOB_NUM_NODES", "SLURM_NNODES"), sizes.nodes),
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS"), asked or ""),
+            **{f"SLURM_{name.upper()}": given.value(name) for name in _OPTIONS_AS_VARIABLES},
             "SLURM_TASKS_PER_NODE": compress_counts(counts),
-            "SLURM_CPUS_PER_TASK": given.value("cpus_per_task"),
             "SLURM_CPUS_ON_NODE": cpus[0],
             "SLURM_JOB_CPUS_PER_NODE": compress_counts(cpus),
-            "SLURM_GPUS": given.value("gpus"),
-            "SLURM_GPUS_PER_NODE": given.value("gpus_per_node"),
-            "SLURM_GPUS_PER_TASK": given.value("gpus_per_task"),
             "SLURM_GPUS_ON_NODE": sizes.gpus_per_node or "",
             "SLURM_JOB_USER": getpass.getuser(),
             "SLURM_JOB_UID": str(os.getuid()),
@@ -103,10 +96,7 @@ class PretendedJob:
             "SLURM_SUBMIT_DIR": self.directory,
             "SLURM_SUBMIT_HOST": socket.gethostname(),
             "SLURM_EXPORT_ENV": given.value("export"),
-            "SLURM_GTIDS": "0",
-            "SLURM_LOCALID": "0",
-            "SLURM_NODEID": "0",
-            "SLURM_PROCID": "0",
+            **dict.fromkeys(("SLURM_GTIDS", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_PROCID"), "0"),
             "SLURM_PRIO_PROCESS": "0",
             "SLURM_JOB_START_TIME": int(time.time()),
             "ENVIRONMENT": "BATCH",
@@ -234,7 +224,7 @@ def _start(
         error = files.enter_context(_open_output(run, job, "error")) if job.given.value("error") else output
         write_json(job_file, job.facts(run, os.path.realpath(f"/proc/self/fd/{output.fileno()}")))
         commands = install_stand_ins(run, job_file)
-        environment = _environment(job.given.value("export"))
+        environment = exported(job.given.value("export"), inherited_environment(), _KEPT)
         environment["PATH"] = os.pathsep.join((str(commands), environment.get("PATH", os.defpath)))
         return subprocess.Popen(
             isolated_command(_BATCH, str(run.path), *map(str, args)),
@@ -245,17 +235,6 @@ def _start(
             env=environment | job.variables() | {COOKIE: cookie(token, "b0")},
             umask=0o022,
         )
-
-
-def _environment(export: str) -> dict[str, str]:
-    """Return the variables of the submitting shell that the job gets by --export."""
-    words = export.split(",") if export else ["ALL"]
-    kept = {
-        name: value
-        for name, value in inherited_environment().items()
-        if "ALL" in words or name in words or name in _KEPT
-    }
-    return kept | {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
 
 
 def _open_output(run: RunDir, job: PretendedJob, option: str) -> IO[bytes]:

@@ -37,8 +37,8 @@ KILL_WAIT_S = 30.0
 """Slurm's default of KillWait: how long a process has between SIGTERM and SIGKILL."""
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_SIGNALS = {*_FORWARDED, *_ENDING, signal.SIGINT, signal.SIGCHLD}
 _PR_SET_PDEATHSIG = 1
+_SIGNALS = {*_FORWARDED, *_ENDING, signal.SIGINT, signal.SIGCHLD}
 
 
 def main() -> int:
@@ -302,25 +302,19 @@ class Step:
         return "/tmp"  # noqa: S108  as Slurm does
 
     def _environment(self, node: int, local: int, task: int) -> dict[str, str]:
-        layout, number = self._layout, str(self._number)
+        layout = self._layout
         variables = {
             "SLURM_PROCID": task,
             "SLURM_LOCALID": local,
             "SLURM_NODEID": node,
             "SLURM_GTIDS": ",".join(map(str, layout.tasks[node])),
-            "SLURM_NTASKS": layout.num_tasks,
-            "SLURM_NPROCS": layout.num_tasks,
-            "SLURM_NNODES": len(layout.nodes),
-            "SLURM_TASKS_PER_NODE": layout.counts,
-            "SLURM_STEP_ID": number,
-            "SLURM_STEPID": number,
+            **dict.fromkeys(("SLURM_NTASKS", "SLURM_NPROCS", "SLURM_STEP_NUM_TASKS"), layout.num_tasks),
+            **dict.fromkeys(("SLURM_NNODES", "SLURM_STEP_NUM_NODES"), len(layout.nodes)),
+            **dict.fromkeys(("SLURM_TASKS_PER_NODE", "SLURM_STEP_TASKS_PER_NODE"), layout.counts),
+            **dict.fromkeys(("SLURM_STEP_ID", "SLURM_STEPID"), self._number),
             "SLURM_STEP_NODELIST": compress(layout.nodes),
-            "SLURM_STEP_NUM_NODES": len(layout.nodes),
-            "SLURM_STEP_NUM_TASKS": layout.num_tasks,
-            "SLURM_STEP_TASKS_PER_NODE": layout.counts,
             "SLURM_DISTRIBUTION": self._given.get("distribution") or "block",
-            "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1",
-            "SLURM_SRUN_COMM_HOST": "127.0.0.1",
+            **dict.fromkeys(("SLURM_LAUNCH_NODE_IPADDR", "SLURM_SRUN_COMM_HOST"), "127.0.0.1"),
             "SLURMD_NODENAME": layout.nodes[node],
             "SLURM_UMASK": f"{_umask():04o}",
         }
@@ -330,7 +324,7 @@ class Step:
         if "label" in self._given:
             variables["SLURM_LABELIO"] = "1"
         return (
-            _exported(self._option("export", "SLURM_EXPORT_ENV"))
+            exported(self._option("export", "SLURM_EXPORT_ENV"), os.environ)
             | {name: str(value) for name, value in variables.items()}
             | self._gpus(node, local)
         )
@@ -375,13 +369,13 @@ class Step:
             os.write(target, b"%*d: %s" % (width, task, line if line.endswith(b"\n") else line + b"\n"))
 
 
-def _exported(export: str) -> dict[str, str]:
-    """Return the variables that a task gets by --export."""
+def exported(export: str, environ: Mapping[str, str], always: Sequence[str] = ()) -> dict[str, str]:
+    """Return the variables that a job or a task gets by --export."""
     words = [word for word in export.split(",") if word]
     kept = {
         name: value
-        for name, value in os.environ.items()
-        if not words or "ALL" in words or name in words or name.startswith(("SLURM_", "CLUSTERDDP_"))
+        for name, value in environ.items()
+        if not words or {"ALL", name} & {*words, *always} or name.startswith(("SLURM_", "CLUSTERDDP_"))
     }
     return kept | {name: value for name, equals, value in (word.partition("=") for word in words) if equals}
 

@@ -32,7 +32,7 @@ Results = dict[str, "Future[dict[str, Outcome]]"]
 def results(request: pytest.FixtureRequest, needs_rack: None) -> Iterator[Results]:
     """Run the scripts that are asked for, some at once, each by all ways."""
     callspecs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
-    names = [spec.params["name"] for spec in callspecs if spec.params.get("name") in SCRIPTS]
+    names = dict.fromkeys(spec.params["name"] for spec in callspecs if spec.params.get("name") in SCRIPTS)
     with contextlib.ExitStack() as stack:
         racks = {
             confined: stack.enter_context(

@@ -11,6 +11,7 @@ import pytest
 from clusterddp.errors import UsageError
 from clusterddp.importing.reading import Imported, import_files
 from clusterddp.spec.load import load_spec
+from tests.support.batch_scripts import all_scripts
 
 G = "#!/bin/bash\n#SBATCH --gres=gpu:1\n"
 B = "#!/bin/bash\n"
@@ -19,6 +20,11 @@ B = "#!/bin/bash\n"
 def imported(tmp_path: Path, text: str) -> Imported:
     (tmp_path / "train.slurm").write_text(text)
     return import_files([tmp_path / "train.slurm"])
+
+
+def test_each_kind_is_also_a_script_that_is_submitted() -> None:
+    kinds = {int(script.name[1:3]) for script in all_scripts() if re.match("k[0-9][0-9]-", script.name)}
+    assert kinds == set(range(1, 32))
 
 
 @pytest.mark.parametrize(
