@@ -53,11 +53,14 @@ FIELDS_THAT_DIFFER = {
     **dict.fromkeys(("SubmitTime", "EligibleTime", "AccrueTime", "StartTime", "EndTime", "RunTime"), "two times"),
     **dict.fromkeys(("LastSchedEval", "PreemptEligibleTime", "Priority", "Scheduler"), "two times"),
     **dict.fromkeys(("NodeList", "BatchHost", "AllocNode:Sid", "SchedNodeList"), "where Slurm has put it"),
+    "SLUID": "two jobs",
+    "SubmitLine": "the one of ours has its script on standard input, and our comment",
     "Command": "sbatch gets our file: the head of the script and a line that starts our process",
 }
 """What `scontrol show job` says of the two jobs need not agree in these; the comment without our tag does."""
 
 NOT_COMPARED = {
+    "SLURM_JOB_SLUID": "another job",
     "SLURM_TASK_PID": "another process",
     **dict.fromkeys(("SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT"), "another srun"),
     **dict.fromkeys(("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"), "another time"),
@@ -159,7 +162,7 @@ class Side:
     def show(self) -> list[dict[str, str]]:
         """Ask Slurm for the job, or for the jobs of its array."""
         lines = self.rack.run(HEAD, ["scontrol", "show", "job", "-o", self.job_id], check=False).stdout.splitlines()
-        rows = [dict(re.findall(r"(\S+?)=(.*?)(?= \S+?=|\s*$)", line)) for line in lines]
+        rows = [dict(re.findall(r"(?<!\S)([A-Z]\S*?)=(.*?)(?= [A-Z]\S*?=|\s*$)", line)) for line in lines]
         return sorted(rows, key=lambda row: row.get("ArrayTaskId", ""))
 
     def await_end(self, within_s: float = 240) -> list[dict[str, str]]:

@@ -187,6 +187,8 @@ NEEDS_SLURM = {
     "k29-option-of-a-plugin-that-is-not-here": "srun refuses it; here the program runs in no container, and it is said",
     "k31-sbatch-in-a-script": "nothing is queued, and it is said",
     "requeue-in-the-script": "nothing is queued again, and it is said",
+    "srun-affinity": "nothing binds ranks to cores",
+    "srun-affinity-of-two-cores": "nothing binds ranks to cores",
     "srun-by-path": "it calls the real srun of this machine",
     "srun-het-group": "the stand-in for srun takes one program, and says so",
     "srun-multi-prog": "the stand-in for srun takes one program, and says so",

@@ -123,16 +123,9 @@ class PretendedJob:
     def fill_in(self, pattern: str) -> str:
         """Fill in the path of an output file, as sbatch does."""
         array_id, task_id, _ = self.array or (self.job_id, 2**32 - 2, ())
-        values = {
-            "j": self.job_id,
-            "A": array_id,
-            "a": str(task_id),
-            "x": self.name,
-            "N": self.nodes[0],
-            "n": "0",
-            "t": "0",
-        }
-        return os.path.join(self.directory, fill_in(pattern, values | {"s": "batch", "J": self.job_id}))
+        values = {"j": self.job_id, "J": self.job_id, "A": array_id, "a": str(task_id), "s": "batch"}
+        values |= {"x": self.name, "N": self.nodes[0], "n": "0", "t": "0"}
+        return os.path.join(self.directory, fill_in(pattern, values))
 
     def facts(self, run: RunDir, output: str) -> dict[str, Any]:
         """Return what the stand-ins know of the job; `shown`: by `scontrol show job`."""

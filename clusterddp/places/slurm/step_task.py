@@ -80,6 +80,8 @@ class StepTask(Task):
         """True once the supervisor has ended the rank because of something else."""
         self._pending: list[int] = []
         """Signals that came before the start of the program."""
+        signals = [getattr(signal, name) for name in _FORWARDED]
+        self._ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
         self._copies: list[threading.Thread] = []
         self.master = {name.lower(): os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if launcher == "torchrun" else 0
@@ -87,8 +89,8 @@ class StepTask(Task):
         claim = read_plan_file(RunDir(run.path).attempt(attempt).claim)
         self._slurm_signals_all = launcher == "srun" and claim.get("signals") == "all"
         super().__init__(run, attempt)
-        for name in _FORWARDED:
-            signal.signal(getattr(signal, name), lambda *_: None)
+        for number in signals:
+            signal.signal(number, lambda *_: None)
 
     def find_place(self) -> StepPlace:
         return read_place(os.environ) if self._launcher == "srun" else find_place_of(self._launcher, os.environ)
@@ -196,13 +198,19 @@ class StepTask(Task):
                     stderr=ends[2][1],
                     env=environment,
                     close_fds=False,  # a launcher's connection, such as PMI_FD, is the program's
-                    preexec_fn=lead_group,  # noqa: PLW1509  the threads begin afterwards
+                    preexec_fn=self._become_program,  # noqa: PLW1509  the threads begin afterwards
                 )
         finally:
             for _, writer in ends.values():
                 os.close(writer)
         self._outputs = {target: reader for target, (reader, _) in ends.items()}
         return process
+
+    def _become_program(self) -> None:
+        """In the child: ignore the signals that it would ignore without us."""
+        lead_group()
+        for number in self._ignored:
+            signal.signal(number, signal.SIG_IGN)
 
     def on_signal(self, number: int) -> None:
         super().on_signal(number)

@@ -18,13 +18,15 @@ from tests.support.batch_outcomes import (
     make_conda,
 )
 from tests.support.batch_scripts import NEEDS_SLURM, Script, all_scripts
-from tests.testbed.plan import RackPlan
+from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.slow, pytest.mark.usefixtures("needs_rack")]
 
 SCRIPTS = {script.name: script for script in all_scripts()}
 AT_ONCE = 3
+STAND_INS_ARE = " 22.05."
+"""The Slurm whose variables the stand-ins set: later ones have more."""
 Results = dict[str, "Future[dict[str, Outcome]]"]
 
 
@@ -50,7 +52,8 @@ def results(request: pytest.FixtureRequest, needs_rack: None) -> Iterator[Result
 
 def run(rack: Rack, script: Script) -> dict[str, Outcome]:
     """Run a script by all ways at the same time."""
-    hows = SIDES[:2] if script.name in NEEDS_SLURM else SIDES
+    release = rack.run(HEAD, ["sbatch", "--version"]).stdout
+    hows = SIDES if script.name not in NEEDS_SLURM and STAND_INS_ARE in release else SIDES[:2]
     sides = [Side(rack=rack, script=script, how=how) for how in hows]
     started = [side.start() for side in sides]
     return {side.how: side.collect(outcome) for side, outcome in zip(sides, started, strict=True)}
@@ -67,4 +70,6 @@ def test_submit_gives_what_sbatch_gives(name: str, results: Results) -> None:
 @pytest.mark.parametrize("name", [name for name in SCRIPTS if name not in NEEDS_SLURM])
 def test_a_run_without_slurm_gives_what_sbatch_gives(name: str, results: Results) -> None:
     outcomes = results[name].result()
+    if "local" not in outcomes:
+        pytest.skip(f"the stand-ins have the variables of Slurm{STAND_INS_ARE}x")
     assert differences_without_slurm(outcomes["sbatch"], outcomes["local"], racy=SCRIPTS[name].racy) == []
