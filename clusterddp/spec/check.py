@@ -59,21 +59,6 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
 }
 _Model = TypeVar("_Model", bound=BaseModel)
-_LARGE_SETS = (
-    *("clevrclassification", "country211", "fer2013", "imagenet", "pcam", "places365", "renderedsst2", "stanfordcars"),
-)
-_REMOVED: dict[tuple[str, str], str] = {
-    ("train.comm", "auto"): "write the mode itself: exact, or local:8 where a slow network links the ranks",
-    ("train.comm", "powersgd"): "local:8 sends little over a slow network, and no rank waits for it",
-    **dict.fromkeys(
-        [("train.dataset", name) for name in _LARGE_SETS],
-        "a script of your own reads it (docs/entry.md); dataset: folder does if its images are in train/CLASS/ and "
-        "test/CLASS/",
-    ),
-}
-"""(dotted key, value) that earlier versions had -> what to use instead, in one sentence for a hint; of a value such as
-word:4 it is the word."""
-
 _KINDS = {
     "model_type": "a mapping",
     "dataclass_type": "a mapping",
@@ -182,9 +167,8 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
     kind, context = detail["type"], detail.get("ctx", {})
     found = describe(node if isinstance(node, Scalar) else detail["input"])
     written = node.text if isinstance(node, Scalar) else ""
-    removed = _REMOVED.get((".".join(map(str, detail["loc"])), written.partition(":")[0]))
     if kind == "clusterddp":
-        return context["message"], removed or context["hint"]
+        return context["message"], context["hint"]
     if kind == "missing":
         return f"missing, expected {'`name: my-run`' if detail['loc'] == ('name',) else 'a value'}", None
     if kind in _BOUNDS:
@@ -195,7 +179,7 @@ def _words(detail: ErrorDetails, node: Node | None) -> tuple[str, str | None]:
         no = "none" in choices and (node is None or written.lower() in {"no", "off", "false", "null", "~", ""})
         meant = "" if no else did_you_mean(written, choices)
         expected = ", ".join(choices[:-1]) + f" or {choices[-1]}{meant}"
-        return f"found {found}, expected {expected}", removed or ("write none" if no else None)
+        return f"found {found}, expected {expected}", "write none" if no else None
     if kind in _KINDS:
         simple = _KINDS[kind] == "a list" and re.fullmatch(r"[\w./=-]{1,40}( [\w./=-]{1,40}){0,9}", written)
         hint = f"write [{', '.join(written.split())}]" if simple else None

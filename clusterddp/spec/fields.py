@@ -271,8 +271,8 @@ def read_image_set(value: object) -> str:
     """Read the name of a set of images that the trainer knows."""
     name = read_text(value)
     if name not in NAMES:
-        meant = did_you_mean(name, NAMES)
-        refuse(value, f"a set that the trainer knows{meant}", None if meant else f"they are {', '.join(NAMES)}")
+        hint = "clusterddp help train.dataset lists them; another set is for a script of yours, or for dataset: folder"
+        refuse(value, f"a set that the trainer knows{did_you_mean(name, NAMES)}", hint)
     return name
 
 

@@ -169,9 +169,6 @@ def read_profile_login(environ: Map[str, str], name: str | None) -> tuple[str, L
         raise spec_error(place, f"found {describe(node)}, expected the name of a host", key=key)
     if "host" not in node.entries:
         raise spec_error(place, "names no host, expected host: NAME", key=key)
-    if "host_key" in node.entries:
-        hint = "your own ssh logs in, and checks the key by ~/.ssh/known_hosts"
-        raise spec_error(node.keys["host_key"], "this key was removed", key=f"{key}.host_key", hint=hint)
     login, problems = check_section(node, Login, key)
     if login is None:
         raise SpecError(tuple(problems))

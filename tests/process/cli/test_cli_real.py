@@ -360,3 +360,37 @@ def test_supervisors_note_when_lines_were_written(place: Path) -> None:
         written = time.mktime(time.strptime(line.split()[0], "%Y-%m-%dT%H:%M:%S"))
         assert now - PATIENCE * 60 < written <= now
     assert clusterddp(place, "logs", "--rank", "all", "--grep", "rank 3 of").stdout.endswith("rank 3 of 4\n")
+
+
+def on_terminal(place: Path, *arguments: str) -> pexpect.spawn[str]:
+    environ = os.environ | {"TERM": "xterm-256color", "NO_COLOR": "1"}
+    words = ["-m", "clusterddp", *arguments]
+    return pexpect.spawn(sys.executable, words, cwd=str(place), encoding="utf-8", timeout=60, env=environ)
+
+
+def states(place: Path) -> dict[str, str]:
+    return {run["name"]: run["state"] for run in json.loads(clusterddp(place, "list", "-o", "json").stdout)}
+
+
+def test_cancel_all_asks_first_and_cancel_by_name_ends_the_runs_of_that_spec(place: Path) -> None:
+    assert clusterddp(place, "submit", "job.yaml", "name=done", "--wait").returncode == 0
+    for name in ("one", "two"):
+        assert clusterddp(place, "submit", "job.yaml", f"name={name}", LASTS).returncode == 0
+    asked = clusterddp(place, "cancel", "--all", stdin=subprocess.DEVNULL)
+    assert (asked.returncode, "hint: --yes" in asked.stderr) == (2, True)
+    assert clusterddp(place, "cancel", "--name", "one").returncode == 0
+    assert states(place) == {"done": "COMPLETED", "one": "CANCELLED", "two": "RUNNING"}
+    for answer, state in (("n", "RUNNING"), ("y", "CANCELLED")):
+        child = on_terminal(place, "cancel", "--all")
+        child.expect_exact("Cancel them? [y/N]: ")
+        child.sendline(answer)
+        child.expect(pexpect.EOF)
+        assert states(place)["two"] == state
+
+
+def test_import_says_each_remark_once_on_a_terminal(place: Path) -> None:
+    (place / "train.slurm").write_text("#!/bin/bash\n#SBATCH --nodes=2\ncp data $TMPDIR\nsrun python train.py\n")
+    child = on_terminal(place, "import", "train.slurm")
+    assert child.read().count("cp data $TMPDIR") == 1
+    done = clusterddp(place, "import", "train.slurm")
+    assert ("cp data $TMPDIR" in done.stdout, "cp data $TMPDIR" in done.stderr) == (True, True)

@@ -55,7 +55,7 @@ def test_a_login_node_is_no_value_of_the_spec(environ: dict[str, str]) -> None:
         ("{host: hpc, venv: ~/a, conda: b}", "has both venv and conda, expected one of them"),
         ("{host: hpc, runs_dir: runs}", 'found "runs", expected a path on the hosts'),
         ('"-oProxyCommand=x"', "expected a host"),
-        ("{host: hpc, host_key: x}", "this key was removed"),
+        ("{host: hpc, host_key: x}", "unknown key"),
         ("", "found an empty value, expected the name of a host"),
         ("[a, b]", "found a list, expected the name of a host"),
     ],
