@@ -51,40 +51,32 @@ _COMMANDS = {
 }
 """Command -> its module in this package, the group in `--help`, what it does."""
 
-_START = "clusterddp submit SPEC starts a run"
-_SHOW = "clusterddp status RUN shows a run; with --watch, until it has ended"
-_LIST = "clusterddp list shows all runs"
-_LOGS = "clusterddp logs RUN --follow shows what a run prints"
-_CANCEL = "clusterddp cancel RUN ends a run; cancel --all, all of them"
-_REMOVE = "clusterddp rm RUN removes a run that has ended"
-_SHELL = "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one"
-_INSTEAD = {
-    **dict.fromkeys(["run", "start", "launch", "train", "sbatch", "create", "up", "apply"], _START),
-    **dict.fromkeys(["show", "info", "describe", "get", "watch", "job"], _SHOW),
-    **dict.fromkeys(["ls", "queue", "squeue", "jobs", "runs", "history", "sacct"], _LIST),
-    **dict.fromkeys(["log", "tail", "output"], _LOGS),
-    **dict.fromkeys(["stop", "kill", "scancel", "abort", "end", "down"], _CANCEL),
-    **dict.fromkeys(["delete", "remove", "del", "purge"], _REMOVE),
-    **dict.fromkeys(["ssh", "shell", "bash"], _SHELL),
-    **dict.fromkeys(["restart", "continue"], "clusterddp resume RUN continues a run, clusterddp submit RUN repeats it"),
-    **dict.fromkeys(["clean", "cleanup"], f"{_REMOVE}; clusterddp gc kills orphaned processes"),
-    "rerun": "clusterddp submit RUN starts the spec of an earlier run again",
-    "attach": f"{_LOGS}; {_SHELL}",
-    "top": f"{_SHOW}; clusterddp dash shows all in a browser",
-    "sweep": "clusterddp submit SPEC KEY=A,B --sweep makes a run of each value",
-    "resubmit": "clusterddp submit RUN starts the spec of an earlier run again",
-    "debug": "clusterddp stacks RUN shows where each rank is; clusterddp exec RUN opens a shell beside rank 0",
-    "check": "clusterddp doctor looks at the machines, clusterddp submit SPEC -n shows the plan",
-    "dryrun": "clusterddp submit SPEC -n shows the plan",
-    "explain": "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from",
-    "config": "clusterddp help spec lists the keys of a spec, clusterddp submit SPEC -n -v shows their values",
-    "version": "clusterddp --version prints it",
-    "share": "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group",
-    "du": "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed",
-    "relay": "your script calls W&B, MLflow or Trackio: docs/trackers.md",
-    "hosts trust": "type ssh HOST once: it shows the fingerprint, asks, and keeps the key",
-    "join": "type clusterddp worker SPEC on each machine of ssh.hosts",
-}
+_TYPED = (
+    ("run, start, launch, train, sbatch", "clusterddp submit SPEC starts a run"),
+    ("show, info, describe, get, watch, job", "clusterddp status RUN shows a run; with --watch, until it has ended"),
+    ("top", "clusterddp status RUN --watch shows a run; clusterddp dash shows all in a browser"),
+    ("ls, queue, squeue, jobs, runs, history, sacct", "clusterddp list shows all runs"),
+    ("log, tail, output", "clusterddp logs RUN --follow shows what a run prints"),
+    ("attach", "clusterddp logs RUN --follow shows what a run prints, clusterddp exec RUN opens a shell beside it"),
+    ("stop, kill, scancel, abort, end", "clusterddp cancel RUN ends a run; cancel --all, all of them"),
+    ("delete, remove, del, purge", "clusterddp rm RUN removes a run that has ended"),
+    ("clean, cleanup", "clusterddp rm RUN removes a run that has ended; clusterddp gc kills orphaned processes"),
+    ("ssh, shell, bash", "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one"),
+    ("debug", "clusterddp stacks RUN shows where each rank is; clusterddp exec RUN opens a shell beside rank 0"),
+    ("restart, continue", "clusterddp resume RUN continues a run, clusterddp submit RUN repeats it"),
+    ("rerun, resubmit", "clusterddp submit RUN starts the spec of an earlier run again"),
+    ("sweep", "clusterddp submit SPEC KEY=A,B --sweep makes a run of each value"),
+    ("check, plan, dryrun", "clusterddp submit SPEC -n shows the plan, clusterddp doctor looks at the machines"),
+    ("explain", "clusterddp submit SPEC -n -v shows each variable of rank 0, its value and where that comes from"),
+    ("config", "clusterddp help spec lists the keys of a spec, clusterddp submit SPEC -n -v shows their values"),
+    ("version", "clusterddp --version prints it"),
+    ("share", "chgrp and chmod open a run to a group: docs/storage.md#runs-for-a-group"),
+    ("du", "clusterddp list --wide shows how much disk each run takes, clusterddp rm -n what would be freed"),
+    ("relay", "your script calls W&B, MLflow or Trackio: docs/trackers.md"),
+    ("hosts trust", "type ssh HOST once: it shows the fingerprint, asks, and keeps the key"),
+    ("join", "type clusterddp worker SPEC on each machine of ssh.hosts"),
+)
+_INSTEAD = {word: hint for words, hint in _TYPED for word in words.split(", ")}
 """What people type who know another program, or an earlier version -> what to type instead, in a sentence."""
 
 _STARTING = {"submit", "resume", "worker", "demo"}
@@ -301,10 +293,8 @@ def _is_directory_gone() -> bool:
 
 
 _OPTIONS = {
-    "json": "-o json prints JSON",
-    "format": "-o json prints JSON",
-    "set": "values need no option: clusterddp submit SPEC KEY=VALUE",
-    "override": "values need no option: clusterddp submit SPEC KEY=VALUE",
+    **dict.fromkeys(["json", "format"], "-o json prints JSON"),
+    **dict.fromkeys(["set", "override"], "values need no option: clusterddp submit SPEC KEY=VALUE"),
     "config": "the spec needs no option: clusterddp submit SPEC",
     "yes": "leave it out, this command asks nothing",
     "dryrun": "-n, or --dry-run, shows the plan",

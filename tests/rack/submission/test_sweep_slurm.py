@@ -100,8 +100,10 @@ def test_one_run_is_cancelled_and_the_others_go_on(cluster: Rack) -> None:
     place = SweepPerson.at(cluster, "one", SLEEP_ONE)
     sweep = place.submit_sweep("env.SEED=0,1,2")
     await_start(sweep, 1)
-    place.clusterddp("cancel", f"{sweep.name}.1")
-    assert place.clusterddp("wait", sweep.name, check=False).returncode == 6
+    job_id = str(read_sweep(sweep).job_id)
+    place.clusterddp("cancel", f"{job_id}_1")
+    assert place.clusterddp("wait", job_id, check=False).returncode == 6
+    assert sweep.runs()[0].name in place.clusterddp("status", f"{job_id}_0").stdout
     assert place.states(sweep) == ["COMPLETED", "CANCELLED", "COMPLETED"]
 
 
