@@ -244,7 +244,8 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
         overrides = (*overrides, *(args or ()))
     flags, hosts = place.flags, place.read_hosts()
     resolved = load_spec(parent.spec, overrides, environ=terminal.environ, flags=flags, hosts=hosts, whole=True)
-    working_dir = Path((read_json(parent.plan) or {}).get("working_dir", "."))
+    earlier = read_json(parent.plan) or {}
+    working_dir = Path(earlier.get("working_dir", "."))
     working_dir = working_dir if working_dir.is_dir() else Path.cwd()
     script, copy = resolved.job.entry and resolved.job.entry.batch_script, None
     if script and not Path(script).exists():
@@ -252,6 +253,9 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
         copy = read_batch_script(parent)
     with _starting():
         plan = _plan(resolved, terminal, options, working_dir=working_dir, parent=parent.name, submission=copy)
+    now, then = plan.gang.python.executable, earlier.get("gang", {}).get("python", {}).get("executable")
+    if now and then and now != then:
+        say_note(f"the ranks of {parent.name} ran in {then}, these run in {now}; python={then} takes that one again")
     return _carry_out_script(plan, resolved, terminal, options) if script else _carry_out(plan, terminal, options)
 
 

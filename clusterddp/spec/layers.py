@@ -250,6 +250,8 @@ ALLOWED = (
 """The keys of a spec that a shared file may set. Which Python there is is a fact of the machines: without it a file
 could not describe them. A key that is not listed is refused, so that a new one is decided on."""
 _CODE = ("entry", "notify")
+_OF_NO_PROJECT = ("secrets", "python", "venv", "conda", "setup")
+"""Keys that a project file may not set: it may come with another's code, and these run programs or name secrets."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -350,7 +352,8 @@ def refusals(tree: Mapping, *, is_project: bool) -> Iterator[Problem]:
         ssh = tree.entries.get("ssh")
         hosts = ssh.entries.get("hosts") if isinstance(ssh, Mapping) else None
         items = [item for item in hosts.items if isinstance(item, Mapping)] if isinstance(hosts, ListNode) else []
-        for key, node in (("secrets", tree), *(("ssh.hosts.host_key", item) for item in items)):
+        named = [(key, tree) for key in _OF_NO_PROJECT]
+        for key, node in (*named, *(("ssh.hosts.host_key", item) for item in items)):
             if found := node.keys.get(key.rpartition(".")[2]):
                 message = "belongs in a spec, a profile or the site file: a project file may come with another's code"
                 yield problem_at(found, message, key=key)

@@ -155,6 +155,8 @@ def test_a_module_runs_there_and_a_resumed_run_keeps_its_python_in_another_shell
     user.clusterddp("resume", run.name, "--wait", "restarts=1")
     printed = [json.loads(attempt.stdout(0).read_text().splitlines()[-1]) for attempt in run.attempts()]
     assert [found["python"] for found in printed] == [f"{other}/bin/python"] * 3
+    again = user.clusterddp("submit", run.name, "-n")
+    assert f"ran in {other}/bin/python, these run in {sys.executable}; python={other}/bin/python" in again.stderr
 
 
 def test_each_run_of_a_sweep_takes_it(user: Person, other: Path) -> None:

@@ -155,13 +155,17 @@ def test_keys_of_one_spec_are_refused_with_their_place(project: Path, spec: Path
     ("text", "key"),
     [
         ("secrets: [AWS_SECRET_ACCESS_KEY]\n", "secrets"),
+        ("setup: [./evil]\n", "setup"),
+        ("python: ./evil\n", "python"),
+        ("venv: evil\n", "venv"),
+        ("conda: /tmp/evil\n", "conda"),
         (
             "ssh: {hosts: [a, {host: b, host_key: 'SHA256:AAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAAA'}]}\n",
             "ssh.hosts.host_key",
         ),
     ],
 )
-def test_a_project_file_decides_on_no_secret_and_no_host_key(
+def test_a_project_file_decides_on_no_secret_no_host_key_and_no_python(
     project: Path, spec: Path, tmp_path: Path, text: str, key: str
 ) -> None:
     shared = write(project / "clusterddp.yaml", f"restarts: 1\n{text}")
