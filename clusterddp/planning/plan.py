@@ -231,6 +231,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
             *(*placement.notes, *program.notes, *notes_on_words(entry), *overwritten, *secret_notes(resolved)),
             *(setting_notes(job, request.environ) if not (job.entry and job.entry.batch_script) else ()),
             *((called,) if entry.is_call and job.container else ()),
+            *_notes_on_started_by_others(job, request),
             *(storage_notes(python.prefix) if placed.slurm and python.prefix else ()),
         ),
         snapshot=program.snapshot_summary,
@@ -255,6 +256,13 @@ def _idle_gpus(plan: Plan) -> Iterator[str]:
     if gpus > ranks:
         each = f"resources.gpus_per_node={gpus // len(plan.gang.nodes)} without procs_per_node starts one for each"
         yield f"{gpus - ranks} of {gpus} GPUs have no rank of their own: {each}"
+
+
+def _notes_on_started_by_others(job: JobSpec, request: Request) -> Iterator[str]:
+    """Note the keys that choose no Python, because another launcher starts this one."""
+    named = [name for name in ("python", "venv", "conda", "setup") if getattr(job, name)]
+    if named and request.placed is not None:
+        yield f"{', '.join(named)}: no effect here, the ranks run in the Python that starts clusterddp worker"
 
 
 def _seconds(duration: Duration | None) -> float | None:

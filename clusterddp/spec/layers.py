@@ -352,8 +352,8 @@ def refusals(tree: Mapping, *, is_project: bool) -> Iterator[Problem]:
         ssh = tree.entries.get("ssh")
         hosts = ssh.entries.get("hosts") if isinstance(ssh, Mapping) else None
         items = [item for item in hosts.items if isinstance(item, Mapping)] if isinstance(hosts, ListNode) else []
-        named = [(key, tree) for key in _OF_NO_PROJECT]
-        for key, node in (*named, *(("ssh.hosts.host_key", item) for item in items)):
+        of_spec = [(key, tree) for key in _OF_NO_PROJECT]
+        for key, node in (*of_spec, *(("ssh.hosts.host_key", item) for item in items)):
             if found := node.keys.get(key.rpartition(".")[2]):
                 message = "belongs in a spec, a profile or the site file: a project file may come with another's code"
                 yield problem_at(found, message, key=key)

@@ -27,7 +27,8 @@ name: lan
 launcher: ssh
 device: cpu
 resources: {{procs_per_node: 1}}
-ssh: {{hosts: [node1, {second}], python: {python}, dir: {directory}}}
+ssh: {{hosts: [node1, {second}], dir: {directory}}}
+python: {python}
 """
 TRAIN = "train: {model: fastnet, width: 0.25, batch_size: 8, precision: fp32, compile: never}\n"
 Rows = dict[tuple[str, str], dict[str, Any]]

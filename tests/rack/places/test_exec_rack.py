@@ -24,7 +24,8 @@ OVER_SSH = """name: job
 launcher: ssh
 device: cpu
 resources: {procs_per_node: 2}
-ssh: {hosts: [node1, {host: node2, modules: []}], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, {host: node2, modules: []}]}
+python: /opt/bare/bin/python
 env: {SHELL: /bin/sh}
 entry: {script: entry.py}
 """

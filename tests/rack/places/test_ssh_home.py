@@ -223,7 +223,7 @@ def test_the_record_is_enough_elsewhere(place: SshPlace) -> None:
 
 
 def test_logs_that_are_left_on_the_hosts_are_read_there(place: SshPlace) -> None:
-    text = COUNT.replace("python: /opt", "fetch: none, python: /opt")
+    text = COUNT.replace("node2]}", "node2], fetch: none}")
     run = place.submit(text)
     place.clusterddp("wait", run.name)
     assert not run.attempt(0).stdout(1).exists()

@@ -48,7 +48,7 @@ def test_unequal_hosts_of_a_hostfile_have_the_ranks_code_and_data_of_the_plan(ss
     (place.path / "hosts").write_text("node2 slots=1   # rank 0\nnode1 slots=3\n")
     (place.path / "src").mkdir()
     (place.path / "src" / "facts.py").write_text(PRINT_FACTS)
-    spec = SPEC.replace("{python", "{send: {data: ~/data}, python") + "entry: {script: src/facts.py}\n"
+    spec = SPEC.replace("{dir", "{send: {data: ~/data}, dir") + "entry: {script: src/facts.py}\n"
     run = place.submit(spec, "--hostfile", "hosts")
     wait_until(lambda: is_complete(place, "node2", run), 60)
     facts = []

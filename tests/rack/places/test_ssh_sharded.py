@@ -19,7 +19,8 @@ name: fsdp2
 launcher: ssh
 device: cpu
 resources: {procs_per_node: 1}
-ssh: {hosts: [node1, node2], python: /opt/bare/bin/python}
+ssh: {hosts: [node1, node2]}
+python: /opt/bare/bin/python
 entry: {script: fsdp2.py}
 """
 
