@@ -35,6 +35,7 @@ ALLOWED = {
     "places/ssh/session.py": "files of the package",
     "places/ssh/transport.py": "the user's own files: keys",
     "planning/program.py": "the user's own files: .pth of this Python",
+    "planning/python.py": "the user's own files: conda's list of environments",
     "run/code.py": "the user's own code, of which only regular files are chosen",
     "run/preload.py": "the user's own script, before it is submitted",
     "run/record.py": "/proc",
