@@ -32,7 +32,12 @@ def state():
 saved = checkpoint.load(state)  # fills what `state` returns
 if saved:
     weights, moments = saved["model"], saved["optimizer"]
-    set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
+    set_state_dict(
+        model,
+        optimizer,
+        model_state_dict=weights,
+        optim_state_dict=moments,
+    )
 
 for step in range(saved["step"] + 1 if saved else 1, STEPS + 1):
     generator = torch.Generator().manual_seed(1000 * step + dist.get_rank())

@@ -15,6 +15,14 @@ from tests.support.browser import Page, browser_page
 from tests.support.paths import ROOT
 
 QUESTIONS = {
+    "conda env": {"environments"},
+    "module load": {"environments"},
+    "different python on nodes": {"environments", "ssh"},
+    "use 4 of 8 GPUs": {"gpus"},
+    "GPU utilisation": {"gpus"},
+    "submit from notebook": {"python"},
+    "lightning": {"frameworks"},
+    "deepspeed": {"frameworks"},
     "NCCL_SOCKET_IFNAME": {"slurm", "reference/environment"},
     "wandb": {"trackers"},
     "resume after time limit": {"restarts"},
@@ -34,7 +42,7 @@ QUESTIONS = {
     "sbatch script unchanged": {"slurm"},
     "WANDB_API_KEY": {"trackers"},
     "copy results back": {"ssh", "data"},
-    "save a checkpoint": {"entry"},
+    "save a checkpoint": {"entry", "restarts"},
     "disk space": {"cleanup"},
     "host key": {"ssh"},
 }

@@ -17,6 +17,7 @@ PAGES = [
     *sorted(ROOT.glob("*.md")),
     *sorted(DOCS.rglob("*.md")),
     *sorted((ROOT / "tests").rglob("README.md")),
+    ROOT / "jobs/README.md",
     *sorted((ROOT / ".github").rglob("*.md")),
 ]
 WRITTEN = re.compile(
@@ -27,6 +28,7 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"\b(?:tests|benchmarks|jobs|templates|tools|docs)/[\w./-]*\.(?:py|yaml|md|sh)\b")
 MOST_COLUMNS = 110
+MOST_CODE_COLUMNS = 80
 LONGEST_CELL = 160
 
 
@@ -93,6 +95,17 @@ def test_lines_of_prose_wrap_and_cells_are_short(page: Path) -> None:
         elif len(line) > MOST_COLUMNS and not re.match(r"!\[|<!--|    ", line) and " " in line.strip()[:MOST_COLUMNS]:
             too_long.append(line)
     assert too_long == []
+
+
+def test_no_line_of_code_is_wider_than_its_column() -> None:
+    wide = [
+        f"{page.relative_to(ROOT)}: {line}"
+        for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))
+        for block in _FENCE.findall(page.read_text())
+        for line in block.splitlines()
+        if len(line) > MOST_CODE_COLUMNS
+    ]
+    assert wide == []
 
 
 def test_readme_is_short() -> None:
