@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from docs_pictures import status_json
-from docs_text import cell, head, items, page
+from docs_text import WIDTH, cell, head, items, page
 
 from clusterddp.cli.main import WITHOUT_JSON
 from clusterddp.run.directory import AttemptDir, Below, RunDir
@@ -98,7 +98,7 @@ def jq_examples() -> list[str]:
 
 def _files(place: RunDir | AttemptDir | SweepDir) -> list[str]:
     """List the paths below a directory that its class has, with what their docstrings say."""
-    rows = ["| file | has |", "|---|---|"]
+    texts: dict[str, str] = {}
     arguments = {"rank": 3, "node_rank": 0, "tag": "TAG", "number": 0}
     for name, member in vars(type(place)).items():
         if name.startswith("_") or not member.__doc__:
@@ -109,8 +109,8 @@ def _files(place: RunDir | AttemptDir | SweepDir) -> list[str]:
             path = member(place, *(arguments[each] for each in list(inspect.signature(member).parameters)[1:]))
         else:
             continue
-        rows.append(f"| `{path.relative_to(place.path)}` | {cell(inspect.cleandoc(member.__doc__))} |")
-    return rows
+        texts[str(path.relative_to(place.path))] = " ".join(inspect.cleandoc(member.__doc__).split())
+    return items(texts)
 
 
 def _fields(kind: type, only: Mapping[str, Any] | None = None, *, alias: Mapping[str, str] | None = None) -> list[str]:
@@ -120,11 +120,12 @@ def _fields(kind: type, only: Mapping[str, Any] | None = None, *, alias: Mapping
     for each in filter(dataclasses.is_dataclass, reversed(kind.__mro__)):
         docs, types = docs | _attribute_docs(each), types | inspect.get_annotations(each)
     names = list(types) if only is None else list(only)
-    rows = ["| key | type | |", "|---|---|---|"]
+    lines: list[str] = []
     for name in names:
         field = (alias or {}).get(name, name)
-        rows.append(f"| `{name}` | {_json_type(str(types[field]))} | {cell(docs.get(field, ''))} |")
-    return [*rows, ""]
+        text = f"* `{name}` ({_json_type(str(types[field]))}): {docs.get(field, '')}"
+        lines += textwrap.wrap(text.rstrip(": "), WIDTH, subsequent_indent="  ", break_on_hyphens=False)
+    return [*lines, ""]
 
 
 def _json_type(annotation: str) -> str:

@@ -230,4 +230,4 @@ def _tree(kind: type[errors.ClusterddpError], depth: int) -> Iterator[tuple[type
 
 
 def _variables(texts: Mapping[str, str]) -> list[str]:
-    return ["| variable | |", "|---|---|", *(f"| `{name}` | {cell(text)} |" for name, text in texts.items()), ""]
+    return [*items(texts), ""]

@@ -49,7 +49,7 @@ class Progress:
     values: dict[str, float | str] = field(default_factory=dict)
     """The newest other values that a script has logged; `nan`, `inf` and `-inf` as text."""
     losses: tuple[float, ...] = ()
-    """The newest losses of the attempt, oldest first; at most `_MAX_LOSSES`."""
+    """The newest losses of the attempt, oldest first; at most 32."""
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)

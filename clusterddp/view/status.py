@@ -108,7 +108,7 @@ class RunStatus(RunSummary):
     job_log: str | None = None
     """On Slurm: the log of the batch script, relative to the run's directory, when no rank was started."""
     start_phases: dict[str, float] = field(default_factory=dict)
-    """Seconds of each phase of the newest attempt's start that is over and was recorded; see `find_start_phases`."""
+    """Seconds of each phase of the newest attempt's start that is over and was recorded."""
     warning: str = ""
     """What a user should look at besides the state."""
     transports: tuple[NodeTransport, ...] = ()
