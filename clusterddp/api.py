@@ -353,10 +353,12 @@ def load_spec(
     profile: str | None = None,
     hosts: Sequence[str] | str | None = None,
     environ: Mapping[str, str] | None = None,
+    working_dir: Path | str | None = None,
 ) -> ResolvedSpec:
     """Read a spec: a path, YAML text with a line break, or a mapping. `overrides`: such as `{"train.lr": 0.2}`.
 
-    `hosts`: as --hosts, the SSH hosts that run it, in place of the hosts and launcher of the spec.
+    `hosts`: as --hosts, the SSH hosts that run it, in place of the hosts and launcher of the spec. `working_dir`: it is
+    submitted from there now, so its script and its secrets have to be there.
     Raises: SpecError: it has every problem of the spec.
     """
     from clusterddp.spec.hosts import parse_hosts
@@ -370,6 +372,7 @@ def load_spec(
         environ=os.environ if environ is None else environ,
         flags={} if named is None else {"launcher": "ssh"},
         hosts=None if named is None else parse_hosts(named),
+        working_dir=None if working_dir is None else Path(working_dir),
     )
 
 
@@ -407,7 +410,7 @@ def plan(
     if args or kwargs or base is not None:
         raise UsageError("args, kwargs and base go with a function", hint="entry.args=[...] among the overrides")
     if isinstance(spec, Path | str | Mapping):
-        resolved = load_spec(spec, words, profile=profile, hosts=hosts)
+        resolved = load_spec(spec, words, profile=profile, hosts=hosts, working_dir=place)
     elif not isinstance(spec, ResolvedSpec):
         raise UsageError(f"spec is {reprlib.repr(spec)}, expected a path, a mapping, a loaded spec or a function")
     elif words or profile or hosts:

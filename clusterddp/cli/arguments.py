@@ -108,8 +108,9 @@ class Command(click.Command):
         if isinstance(first, str) and _ASSIGNMENT.match(first) and not Path(first).exists():
             meant = next((word for word in words if not _ASSIGNMENT.match(word)), None)
             if meant is None:
-                hint = " ".join([ctx.command_path, arguments[0].make_metavar(ctx), first, *words])
-                raise UsageError(f"{first}: names no spec, it is a value for one", hint=hint)
+                metavar = arguments[0].make_metavar(ctx)
+                hint = " ".join([ctx.command_path, metavar, first, *words])
+                raise UsageError(f"{first}: is a value for a spec, and {metavar} is missing", hint=hint)
             overrides = [first, *ctx.params["overrides"]]
             overrides.remove(meant)
             ctx.params |= {arguments[0].name: arguments[0].type_cast_value(ctx, meant), "overrides": tuple(overrides)}

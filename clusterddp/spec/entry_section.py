@@ -225,7 +225,7 @@ def entry_conflicts(entry: EntrySpec, *, world_size: int, in_step: bool) -> Iter
         yield Conflict(
             ("entry.command", "entry.shell"),
             f"no shell reads this command: {mark[1] or mark[2]} would be an argument of {entry.command_words[0]}",
-            "shell: true hands the text to /bin/sh; in quotes it stays an argument",
+            "setup: takes lines such as module load cuda; shell: true hands the text to /bin/sh",
         )
     for name in find_placeholders(entry.command) if entry.shell and isinstance(entry.command, str) else ():
         if name in VARIABLES:

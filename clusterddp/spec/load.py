@@ -176,7 +176,7 @@ def read_layers(
         below = without(below, ("train",))  # for the specs without an entry
     tree = merge(below, known)
     for override in laid_over:
-        meant = _program_problem(override, tree) if runs_program and override in arguments else None
+        meant = program_problem(override, tree) if runs_program and override in arguments else None
         if meant is not None:
             problems.append(meant)
         else:
@@ -272,7 +272,7 @@ def _arguments(arguments: Sequence[str], problems: list[Problem]) -> list[Overri
     return overrides
 
 
-def _program_problem(override: Override, tree: Mapping) -> Problem | None:
+def program_problem(override: Override, tree: Mapping) -> Problem | None:
     """Make the problem of an argument that is one of the user's program; None: it is none."""
     entry = tree.entries.get("entry")
     of_entry = entry.entries if isinstance(entry, Mapping) else {}

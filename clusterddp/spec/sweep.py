@@ -18,7 +18,7 @@ from typing import Any
 
 from clusterddp.errors import Problem, SpecError
 from clusterddp.spec.layers import COMMAND_LINE, Override, parse_argument
-from clusterddp.spec.load import ResolvedSpec, Written, lay_over, read_layers, resolve
+from clusterddp.spec.load import ResolvedSpec, Written, lay_over, program_problem, read_layers, resolve
 from clusterddp.spec.program_arguments import value_at
 from clusterddp.spec.tree import (
     ListNode,
@@ -235,7 +235,12 @@ def _axis_problems(base: Mapping, axes: dict[tuple[str, ...], Axis]) -> list[Pro
         if whole is not axis:
             problems.append(problem_at(axis.place, f"is part of {whole.key}, which is swept, too", key=axis.key))
             continue
-        lay_over(base, Override(path=axis.path, node=axis.nodes[0] if axis.nodes else None, place=axis.place), problems)
+        override = Override(path=axis.path, node=axis.nodes[0] if axis.nodes else None, place=axis.place)
+        meant = program_problem(override, base) if "entry" in base.entries and "train" not in base.entries else None
+        if meant is not None:
+            problems.append(meant)
+        else:
+            lay_over(base, override, problems)
     count = math.prod(len(axis.nodes) for axis in axes.values())
     if count > MAX_VARIANTS:
         message = f"{' x '.join(str(len(axis.nodes)) for axis in axes.values())} = {count} runs"

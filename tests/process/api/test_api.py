@@ -88,7 +88,7 @@ def test_metrics_are_rows_and_a_row_that_was_cut_is_left_out(tmp_path: Path) -> 
 def test_errors_reach_the_caller(tmp_path: Path) -> None:
     with pytest.raises(SpecError):
         clusterddp.submit("name: a\nnonsense: 1\n")
-    with pytest.raises(UsageError, match="no such file"):
+    with pytest.raises(SpecError, match="no such file"):
         clusterddp.submit("name: a\nentry: {script: gone.py}\n")
     assert not (tmp_path / "runs").exists()
 

@@ -267,6 +267,14 @@ def test_the_text_of_an_error_has_every_problem_and_hint() -> None:
     assert str(ClusterddpError("a")) == "a"
 
 
+def test_a_script_and_a_secret_that_are_not_there_are_among_the_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("NO_SUCH_SECRET", raising=False)
+    spec = {"name": "a", "resource": {}, "entry": {"script": "missing.py"}, "secrets": ["NO_SUCH_SECRET"]}
+    with pytest.raises(SpecError) as raised:
+        clusterddp.plan(spec)
+    assert {each.key for each in raised.value.problems} == {"resource", "entry.script", "secrets.0"}
+
+
 def test_what_a_notebook_shows_is_short_escaped_and_has_no_token(tmp_path: Path) -> None:
     def fail() -> None:
         raise ValueError("<script>alert(1)</script>")

@@ -134,6 +134,7 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         # Values of a spec.
         ("submit job.yaml lr=0.1", 2, "entry.args.lr=0.1 sets --lr of your program"),
         ("submit job.yaml train.lr=0.1", 2, "entry.args.lr=0.1 sets --lr of your program"),
+        ("submit job.yaml lr=0.1,0.2 --sweep", 2, "entry.args.lr=0.1 sets --lr of your program"),
         ("submit function.yaml lr=0.1", 2, "entry.kwargs.lr=0.1"),
         ("submit trainer.yaml lr=0.1", 2, "It belongs under train:"),
         ("submit job.yaml resources.gpu=4", 2, 'unknown key. Did you mean "gpus_per_node"?'),
@@ -142,10 +143,10 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("submit job.yaml resources.time=2h", 2, '2h is "2:00:00"'),
         ("submit resources.nodes=1 job.yaml -n", 0, "fit"),
         ("submit train.lr=0.2 calm-fox-1 -n", 2, "calm-fox-1/spec.yaml"),
-        ("submit resources.nodes=1 -n", 2, "names no spec | clusterddp submit SPEC|SCRIPT|RUN resources.nodes=1"),
+        ("submit resources.nodes=1 -n", 2, "is a value for a spec | submit SPEC|SCRIPT|RUN resources.nodes=1"),
         ("resume restarts=1 nosuch", 4, "no run named nosuch"),
         ("submit broken.yaml", 2, "4 problems | resource | missing.py: no such file | arg | NO_SUCH_SECRET"),
-        ("submit modules.yaml", 2, "&& would be an argument of module | shell: true"),
+        ("submit modules.yaml", 2, "&& would be an argument of module | setup: | shell: true"),
         # Runs.
         ("status 12345", 0, "calm-fox-1"),
         ("status 777_3", 0, "dewy-owl-2"),

@@ -147,7 +147,7 @@ def test_without_the_option_several_values_are_refused_with_its_name() -> None:
          ["env: cannot be swept: it is a section; name a key of it, such as env.NAME"]),
         (["train.lr=1"], "name: x\n", ["sweep: nothing is swept: no key has several values"]),
         (["train.seed=1,2"], "name: x\nentry: {script: a}\n",
-         ["entry: a spec has either train or entry, this one has both"]),
+         ["train.seed: is for the built-in trainer, and this spec runs your own program"]),
         ([], "name: x\nsweep: {throttle: 2}\n", ["sweep: nothing is swept: no key has several values"]),
         ([], "name: x\nsweep: {values: {train.lr: 3}}\n",
          ["sweep.values.train.lr: found 3, expected a list of values"]),
