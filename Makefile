@@ -24,7 +24,7 @@ help:
 	@echo "make gpu-check  what clusterddp does on the GPUs of this machine, as a file to send: make gpu-check DATA=DIR (CIFAR-10)"
 	@echo "make coverage  which lines of clusterddp/ the tests reach that need no rack: make coverage PART=tests/unit/spec"
 	@echo "make fuzz    mutate everything that is read from outside: make fuzz SEED=1 CASES=200000"
-	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its head (root; see tests/testbed/README.md)"
+	@echo "make rack    a Slurm cluster of four hosts on this machine, and a shell on its login node (root; see tests/testbed/README.md)"
 	@echo "make rack RELEASE=trixie    the same with that Debian release's Slurm: bullseye, bookworm, trixie or sid"
 	@echo "make test-slurm RELEASE='trixie sid'    the tests that need Slurm, with theirs; writes the table of docs/slurm.md"
 	@echo "make docs    write what docs/ takes from the code, and build the site into site/"
