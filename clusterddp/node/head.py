@@ -30,14 +30,13 @@ from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir, make_attempt_dirs
 from clusterddp.run.gang import Entry, Gang, Node
 from clusterddp.run.record import ProcessIdentity, RankEnd
+from clusterddp.run.stop import KILL_WAIT_S
 from clusterddp.system.files import is_file, write_json
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import storage_timeout_s
 
 _CONFIRM_S = 4.0
 """How long nodes may take to confirm their end after they have given up."""
-_KILL_WAIT_S = 30.0
-"""How long the program of a batch script may take to end after a cancel, as with Slurm's default."""
 _NOTE_WAIT_S = 60.0
 """After so long a start that waits for nodes names them."""
 _MAX_FILES, _MAX_BYTES = 5000, 100_000_000
@@ -292,7 +291,7 @@ class Head:
             self._restarts.final = True
             if self._ending is None and self._attempt.cancel_reason is None:
                 self._attempt.cancel_reason = str(report["reason"])
-                self._attempt.ends_by = min(self._attempt.ends_by, now + _KILL_WAIT_S)
+                self._attempt.ends_by = min(self._attempt.ends_by, now + KILL_WAIT_S)
             return
         if report.get("ordered"):
             return  # a stop file that a node has written on this head's order

@@ -21,6 +21,10 @@ from clusterddp.system.python import module_command
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
 """A supervisor that receives one asks the whole gang to stop."""
+PASSED_ON = tuple(
+    getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "ALRM", "CONT")
+)
+"""What the processes before a user's batch script, or before a rank of it, pass on to it."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 

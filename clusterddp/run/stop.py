@@ -21,6 +21,8 @@ from clusterddp.run.directory import ASKED, Assignment, RunDir, make_attempt_dir
 from clusterddp.system.files import is_file, read_json, read_regular, write_json
 from clusterddp.wire import read_object
 
+KILL_WAIT_S = 30.0
+"""How long a process that is ended has between SIGTERM and SIGKILL: Slurm's default of KillWait."""
 _EMPTY_STOP_FILE_S = 0.3
 """A stop file that is empty for longer was made by hand; until then it may be in the middle of a write."""
 LOOK_EVERY_S = 0.25

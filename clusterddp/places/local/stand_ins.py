@@ -30,11 +30,10 @@ from typing import IO, Any
 
 from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.network.hostlist import compress, compress_counts, expand
+from clusterddp.run.stop import KILL_WAIT_S
 from clusterddp.spec.launch_options import SBATCH, SRUN, Word, take_options
 
 COMMANDS = ("srun", "scontrol", "sbatch", "squeue", "sacct", "sinfo", "scancel", "sstat", "module", "ml")
-KILL_WAIT_S = 30.0
-"""Slurm's default of KillWait: how long a process has between SIGTERM and SIGKILL."""
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
 _PR_SET_PDEATHSIG = 1

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 from clusterddp.errors import SlurmError, SlurmReason
+from clusterddp.run.stop import KILL_WAIT_S
 from clusterddp.system.own_directory import SAFE_DIRECTORIES
 
 COMMAND_TIMEOUT_S = 30.0
@@ -176,8 +177,6 @@ def _failure(done: subprocess.CompletedProcess[str], program: str) -> SlurmError
 
 END_TIME = "SLURM_JOB_END_TIME"
 """The variable in which tasks of Slurm 23.02 and newer find the end of their job, in seconds since the epoch."""
-KILL_WAIT_S = 30.0
-"""Slurm's default of KillWait."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

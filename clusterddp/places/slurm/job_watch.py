@@ -19,13 +19,13 @@ from clusterddp.node.link import Clock
 from clusterddp.node.log import log_line
 from clusterddp.places.slurm.commands import (
     END_TIME,
-    KILL_WAIT_S,
     JobNow,
     read_job,
     read_kill_wait_s,
     read_time_left_s,
     slurm_environment,
 )
+from clusterddp.run.stop import KILL_WAIT_S
 from clusterddp.run.supervisors import JobOrder
 
 _ASK_AGAIN_S = 10.0

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import FrameType
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.node.processes import lead_group
+from clusterddp.node.processes import PASSED_ON, lead_group
 from clusterddp.places.slurm.batch import JobStart, write_claim
 from clusterddp.places.slurm.commands import JobNow, down_nodes, run_slurm, show_job
 from clusterddp.places.slurm.step_command import install_commands
@@ -41,7 +41,6 @@ from clusterddp.run.seal import refuse_changed
 from clusterddp.run.steps import read_batch_script, read_step, steps_of
 from clusterddp.system.storage import retry_outage
 
-_SIGNALS = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGCONT")
 _ANSWER_S = 5.0
 """How long the submit may take to write the job's id, once the job has started."""
 
@@ -94,8 +93,8 @@ class Script:
 
         A SIGTERM that came before this process could handle it is lost; Slurm knows that it ends the job.
         """
-        for name in _SIGNALS:
-            signal.signal(getattr(signal, name), self._pass_on)
+        for number in PASSED_ON:
+            signal.signal(number, self._pass_on)
         self._process = subprocess.Popen(
             argv,
             env=environment,

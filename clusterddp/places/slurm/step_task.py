@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.hostlist import expand
 from clusterddp.network.interface import LOOPBACK_ADDRESS, addresses_of, interface_towards, is_loopback
-from clusterddp.node.processes import lead_group, leave_to_reap
+from clusterddp.node.processes import PASSED_ON, lead_group, leave_to_reap
 from clusterddp.places.slurm.step_command import launcher_argv
 from clusterddp.places.slurm.task import Task, read_plan_file
 from clusterddp.ranks.environment import COOKIE, ERROR_FILE, NCCL_VARIABLES, PLACE_VARIABLES, STEP
@@ -41,7 +41,6 @@ HOOK = Path(__file__).parents[2] / "node" / "hook"
 """In the PYTHONPATH of ranks: what lets the supervisor ask a rank's Python where it is."""
 ADDED = PLACE_VARIABLES | {ERROR_FILE, "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", *NCCL_VARIABLES}
 """The variables that a rank gets where it has none, besides those that begin with CLUSTERDDP_."""
-_FORWARDED = ("SIGHUP", "SIGINT", "SIGQUIT", "SIGUSR1", "SIGUSR2", "SIGTERM", "SIGALRM", "SIGCONT")
 _START_TIMEOUT_S = 120.0
 _DRAIN_S = 2.0
 """How long the output may stay open after the end of the program: by what it has left behind."""
@@ -65,8 +64,8 @@ def main() -> int:
         code = task.run_unwatched(str(error))
     else:
         code = task.serve()
-    for name in _FORWARDED:  # at the first exit code that is not 0 the launcher signals the tasks that still exit
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+    for number in PASSED_ON:  # at the first exit code that is not 0 the launcher signals the tasks that still exit
+        signal.signal(number, signal.SIG_IGN)
     return code if code >= 0 else _end_by(-code)
 
 
@@ -80,8 +79,7 @@ class StepTask(Task):
         """True once the supervisor has ended the rank because of something else."""
         self._pending: list[int] = []
         """Signals that came before the start of the program."""
-        signals = [getattr(signal, name) for name in _FORWARDED]
-        self._ignored = [number for number in signals if signal.getsignal(number) is signal.SIG_IGN]
+        self._ignored = [number for number in PASSED_ON if signal.getsignal(number) is signal.SIG_IGN]
         self._copies: list[threading.Thread] = []
         self.master = {name.lower(): os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")}
         restarts = int(os.environ.get("TORCHELASTIC_RESTART_COUNT") or 0) if launcher == "torchrun" else 0
@@ -89,7 +87,7 @@ class StepTask(Task):
         claim = read_plan_file(RunDir(run.path).attempt(attempt).claim)
         self._slurm_signals_all = launcher == "srun" and claim.get("signals") == "all"
         super().__init__(run, attempt)
-        for number in signals:
+        for number in PASSED_ON:
             signal.signal(number, lambda *_: None)
 
     def find_place(self) -> StepPlace:
@@ -250,8 +248,8 @@ class StepTask(Task):
         log_unwatched(self._run, why)
         if self.rank_pid is None:
             run_plainly(self._program)
-        for name in _FORWARDED:
-            signal.signal(getattr(signal, name), lambda number, _: self.on_signal(number))
+        for number in PASSED_ON:
+            signal.signal(number, lambda number, _: self.on_signal(number))
         self._returncode = os.waitstatus_to_exitcode(os.waitpid(self.rank_pid, 0)[1])
         self.on_rank_ended()
         return self._returncode
