@@ -28,7 +28,6 @@ from tests.support.waiting import wait_until
 from tests.testbed.plan import HEAD, RackPlan
 from tests.testbed.rack import Rack, running_rack
 
-SPEC = "restarts: 1\nsnapshot: false"
 OPTIONS = {"limit": "--time=1", "preempt": "--requeue --open-mode=append --mem=1000", "power": "--no-requeue"}
 FORMS_AND_SPEC = [*FORMS, "spec"]
 MORE = {"limit": ', time: "0:01:00"', "preempt": ", memory_gb: 1"}
@@ -41,7 +40,10 @@ def start_form(rack: Rack, form: str, fault: str, name: str) -> tuple[SlurmPerso
         wait_until(lambda: any(run.attempt(0).steps.glob("*/start.json")), 60)
         return person, run
     person = SlurmPerson.at(rack, f"{name}-{form}")
-    person.write_spec(SPEC, resources=f"{{nodes: 2, procs_per_node: 2{MORE.get(fault, '')}}}")
+    restarts = int(fault == "preempt")
+    person.write_spec(
+        f"restarts: {restarts}\nsnapshot: false", resources=f"{{nodes: 2, procs_per_node: 2{MORE.get(fault, '')}}}"
+    )
     (person.path / "entry.py").write_text(TRAIN)
     run = RunDir(person.path / "runs" / person.clusterddp("submit", "job.yaml").stdout.strip())
     await_up(person)
