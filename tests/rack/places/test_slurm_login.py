@@ -376,12 +376,13 @@ def test_the_users_modules_do_not_take_the_place_of_pythons(laptop: Laptop) -> N
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("entry.script=/no/entry.py", 'entry.script: found "/no/entry.py", expected a path from the directory'),
+        ("entry.script=/etc/passwd", 'entry.script: found "/etc/passwd", expected a path from the directory'),
         ("entry.script=~/entry.py", "its code is sent to the login node"),
     ],
 )
 def test_paths_of_the_laptop_are_refused_before_anything_is_sent(laptop: Laptop, change: str, words: str) -> None:
     laptop.configure(shares=False)
+    (laptop.there.parent / "entry.py").touch()
     done = laptop.clusterddp("submit", "job.yaml", "--profile", "hpc", change)
     assert done.returncode == 2
     assert words in done.stderr
