@@ -48,19 +48,20 @@ def test_without_slurm_an_option_that_sbatch_may_refuse_is_named(tmp_path):
     ]  # fmt: skip
 
 
-def test_what_sbatch_gets_is_the_head_of_the_script_byte_for_byte_and_one_command(tmp_path):
+def test_what_sbatch_gets_is_the_head_of_the_script_byte_for_byte_and_what_starts_our_process(tmp_path):
     script = plan(tmp_path).slurm.script.encode(errors="surrogateescape")
     first, rest = script.split(b"\n", 1)
     assert first == b"#!/bin/bash -p"
     assert rest.startswith(HEAD)
-    words = shlex.split(rest.removeprefix(HEAD).decode())
-    assert (words[0], words[-1]) == ("exec", "$@")
+    trap, command = rest.removeprefix(HEAD).decode().splitlines()
+    words = shlex.split(command)
+    assert (trap.split()[0], words[0], words[-1]) == ("trap", "exec", "$@")
     assert "clusterddp.places.slurm.batch" in words
 
 
 def test_the_command_after_a_head_without_a_last_line_end_is_a_line_of_its_own(tmp_path):
     script = plan(tmp_path, script=b"#!/bin/sh\n#SBATCH -n1").slurm.script
-    assert "\n#SBATCH -n1\nexec " in script
+    assert "\n#SBATCH -n1\ntrap " in script
     assert subprocess.run(["sh", "-n"], input=script, text=True, check=False).returncode == 0
 
 
