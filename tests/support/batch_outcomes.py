@@ -31,7 +31,7 @@ FIRST_JOB_ID = 40_000
 _NUMBERS = {
     r"(?<!\d)40\d{3}(?!\d)": "JOB",
     r"(?<!\d)20\d{3}(?!\d)": "PORT",  # the scripts make it of the job's number
-    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d": "TIME",
+    r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?": "TIME",
     r"\b[WEI]\d{4} [\d:.]+ +\d+ ": "W TIME PID ",  # torch's log
     r"\d{4}-\d\d-\d\d_[\d:]+": "TIME",
     r"\dm[\d.,]+s": "SECONDS",
@@ -44,7 +44,7 @@ _NUMBERS = {
 _HASTE = (
     r"^srun: (Force Terminated|launch/slurm|Job step aborted|Step created)",
     r"^srun: Job \w+ step creation temporarily disabled",
-    r"^slurmstepd-.* CANCELLED AT",
+    r"^(slurmstepd-|\[TIME\]).* CANCELLED AT",
 )
 """Lines that come or not, by what srun hears first."""
 

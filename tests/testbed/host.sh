@@ -133,7 +133,7 @@ start_slurm() {
     else
         # As the only one on a machine: in the root of each controller, by what it sees.
         controllers=$controllers conf_server=$conf_server sh -euc 'for each in $controllers; do echo $$ >"/sys/fs/cgroup/$each/cgroup.procs"; done
-            exec unshare --cgroup slurmd -D $conf_server' >/dev/null 2>&1 &
+            exec env --default-signal=INT,QUIT unshare --cgroup slurmd -D $conf_server' >/dev/null 2>&1 &
     fi
 }
 
