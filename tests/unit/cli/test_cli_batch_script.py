@@ -94,7 +94,8 @@ def test_sbatch_runs_in_this_directory_with_this_environment(
     assert sbatch.arguments == [file, str(run.path), "--lr", "0.1", "--", "a=b"]
     assert sorted(sbatch.options) == ["--parsable", "--time=5"]
     assert run.batch_script.read_bytes() == SCRIPT
-    assert (sbatch.place / "script").read_bytes().startswith(b"#!/bin/bash -p\n#SBATCH --nodes=2 # caf\xe9\nexec ")
+    script = b"#!/bin/bash -p\n#SBATCH --nodes=2 # caf\xe9\ntrap '' TERM  # until Python handles it\nexec "
+    assert (sbatch.place / "script").read_bytes().startswith(script)
     assert not run.job_environment.exists()
     assert read_run(run).job_id == "4711"
 
