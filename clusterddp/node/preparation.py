@@ -147,9 +147,10 @@ class Preparation:
         if found is None:
             return f"setup: {where} ({how})" + (f": {shown}" if shown else "")
         lines = "\n".join(self._order.gang.setup).split("\n")
-        line = "".join(
-            lines[int(found[1]) - 1 : int(found[1])]
-        ).strip()  # bash misses the end of an `if` below the last
+        number = int(found[1])
+        line = (
+            lines[number - 1].strip() if number <= len(lines) else ""
+        )  # bash misses the end of an `if` below the last
         return ": ".join(filter(None, (f"setup line {found[1]} ({how})", line, shown)))
 
     def _fail(self, error: str) -> None:

@@ -13,6 +13,7 @@ PLACES = re.compile(r"slurm|ssh", re.IGNORECASE)
 ALLOWED = {
     "node/exec_command.py": "removes the variables of a job step, SLURM_*",
     "node/helpers.py": "over SSH a report is written where the results are read",
+    "node/preparation.py": "over SSH an agent has activated the Python that runs the supervisor",
     "node/supervisor.py": "the head's agent is told who joined; a seed of ports that older runs share",
     "ranks/environment.py": "removes the variables of other launchers",
     "ranks/launched.py": "the table of the variables that each launcher sets for a rank",

@@ -59,7 +59,7 @@ def test_a_rank_that_sees_its_own_gpu_alone_takes_that(see: Any) -> None:
 def test_more_ranks_than_gpus_are_refused(see: Any) -> None:
     see(2)
     error = refusal(rank=2, local_rank=2)
-    assert str(error) == "rank 2 is number 2 on its node, which shows it 2 GPUs"
+    assert error.message == "rank 2 is number 2 on its node, which shows it 2 GPUs"
     assert error.hint == "ask for at most one rank per GPU, or run on the CPU with --cpu"
 
 
@@ -68,7 +68,7 @@ def test_the_error_of_ranks_with_several_slices_says_that_cuda_shows_one(
 ) -> None:
     see(1)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
-    assert str(refusal(rank=1, local_rank=1)) == "rank 1 is number 1 on its node, which shows it 1 GPU"
+    assert refusal(rank=1, local_rank=1).message == "rank 1 is number 1 on its node, which shows it 1 GPU"
     hint = refusal(rank=1, local_rank=1).hint
     assert hint is not None
     assert hint.startswith("CUDA shows a process one slice (MIG)")
@@ -77,7 +77,7 @@ def test_the_error_of_ranks_with_several_slices_says_that_cuda_shows_one(
 def test_a_torch_for_the_cpu_is_said(see: Any) -> None:
     see(0, cuda=None)
     error = refusal(rank=3)
-    assert str(error) == "rank 3 is to compute on a GPU, and torch 2.13.0+cpu is built for the CPU"
+    assert error.message == "rank 3 is to compute on a GPU, and torch 2.13.0+cpu is built for the CPU"
     assert error.hint is not None
     assert "install torch with CUDA" in error.hint
 
@@ -85,7 +85,7 @@ def test_a_torch_for_the_cpu_is_said(see: Any) -> None:
 def test_a_torch_that_is_newer_than_the_driver_is_said_with_versions(see: Any) -> None:
     see(0, driver="535.104.05")
     error = refusal()
-    assert str(error) == (
+    assert error.message == (
         "rank 0 is to compute on a GPU, and finds none: torch 2.13.0+cu130 is for CUDA 13.0, which needs NVIDIA's "
         "driver 580 or newer; this host has 535.104.05"
     )
@@ -96,12 +96,12 @@ def test_a_torch_that_is_newer_than_the_driver_is_said_with_versions(see: Any) -
 def test_an_environment_that_hides_all_gpus_is_said(see: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     see(0)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert str(refusal()) == "rank 0 is to compute on a GPU, and finds none: CUDA_VISIBLE_DEVICES is ''"
+    assert refusal().message == "rank 0 is to compute on a GPU, and finds none: CUDA_VISIBLE_DEVICES is ''"
 
 
 def test_a_host_without_a_driver_is_said(see: Any) -> None:
     see(0, driver=None)
-    assert str(refusal()) == "rank 0 is to compute on a GPU, and finds none: nvidia-smi shows no driver on this host"
+    assert refusal().message == "rank 0 is to compute on a GPU, and finds none: nvidia-smi shows no driver on this host"
 
 
 def test_a_rank_on_the_cpu_takes_no_gpu_of_those_that_it_sees(see: Any) -> None:
@@ -138,7 +138,7 @@ def test_the_error_of_two_ranks_on_slices_of_one_gpu_says_what_to_write(
     see(1)
     monkeypatch.setattr(dist, "init_process_group", refuse)
     error = refusal(rank=1, local_rank=1, gpu=0, world_size=2)
-    assert str(error) == "rank 1: NCCL takes no two ranks on one GPU, or on slices (MIG) of one"
+    assert error.message == "rank 1: NCCL takes no two ranks on one GPU, or on slices (MIG) of one"
     assert error.hint is not None
     assert "network.backend: gloo" in error.hint
 
