@@ -34,8 +34,7 @@ name: contained
 launcher: slurm
 device: cpu
 resources: {{nodes: 2, procs_per_node: 2, cpus_per_task: 1, time: "0:10:00"}}
-container: {{runtime: apptainer, image: {image}, mounts: {mounts}}}
-python: {python}
+container: {{runtime: apptainer, image: {image}, mounts: {mounts}, python: {python}}}
 snapshot: false
 {more}
 """
