@@ -14,10 +14,6 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_gang
-from clusterddp.run.steps import steps_of
-from tests.support.batch_outcomes import FIRST_JOB_ID, Side, differences
-from tests.support.batch_scripts import Script
 from tests.support.container_image import make_image
 from tests.support.gang_runs import processes_with
 from tests.support.paths import ROOT
@@ -34,7 +30,8 @@ name: contained
 launcher: slurm
 device: cpu
 resources: {{nodes: 2, procs_per_node: 2, cpus_per_task: 1, time: "0:10:00"}}
-container: {{runtime: apptainer, image: {image}, mounts: {mounts}, python: {python}}}
+container: {{runtime: apptainer, image: {image}, mounts: {mounts}}}
+python: {python}
 snapshot: false
 {more}
 """
@@ -57,7 +54,7 @@ def rack(needs_rack: None) -> Iterator[Rack]:
     """Two nodes with apptainer, for which root's capabilities are those that this machine lets it have."""
     if shutil.which("apptainer", path=SYSTEM_PATH) is None:
         pytest.skip("no apptainer is here: Debian has it in sid, make test-slurm RELEASE=sid")
-    with running_rack(RackPlan(nodes=["node1", "node2"], gpus_per_host=0, first_job_id=FIRST_JOB_ID)) as rack:
+    with running_rack(RackPlan(nodes=["node1", "node2"], gpus_per_host=0)) as rack:
         own = rack.dir / "apptainer.conf"
         own.write_text(CONFIG.read_text().replace("capabilities = full", "capabilities = no"))
         for node in rack.plan.nodes:
@@ -100,27 +97,6 @@ def test_ranks_train_in_a_container_and_complete(rack, image):
     assert status["state"] == "COMPLETED", status
     assert {rank["host"] for rank in status["ranks"]} == {"node1", "node2"}
     assert list(run.checkpoints.glob("*.pt"))
-
-
-SCRIPT = """\
-#!/bin/bash
-#SBATCH --nodes=2 --ntasks-per-node=2
-export MASTER_ADDR=$(scontrol show hostnames $SLURM_JOB_NODELIST | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun apptainer exec {binds} {image} {python} train.py --reduce
-"""
-
-
-def test_a_batch_script_whose_ranks_run_in_a_container_gives_what_sbatch_gives(rack, image):
-    directory, mounts = image
-    binds = " ".join(f"-B {path}" for path in (*mounts, "$PWD"))
-    script = Script(name="apptainer", text=SCRIPT.format(binds=binds, image=directory, python=sys.executable))
-    sides = [Side(rack=rack, script=script, how=how) for how in ("sbatch", "submit")]
-    started = [side.start() for side in sides]
-    plain, ours = [side.collect(outcome) for side, outcome in zip(sides, started, strict=True)]
-    assert (plain.states, [probe["reduced"]["sum"] for probe in plain.probed]) == (["COMPLETED"], [10.0] * 4), plain
-    assert differences(plain, ours) == []
-    assert [read_gang(step).world_size for step in steps_of(RunDir(ours.run_dir), 0)] == [4]
 
 
 def test_a_killed_rank_in_a_container_is_named_and_nothing_is_left(rack, image):
