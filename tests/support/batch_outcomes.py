@@ -29,8 +29,7 @@ _ENDS = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEM
 
 FIRST_JOB_ID = 40_000
 _NUMBERS = {
-    r"(?<!\d)40\d{3}(?!\d)": "JOB",
-    r"(?<!\d)20\d{3}(?!\d)": "PORT",  # the scripts make it of the job's number
+    r"(?<!\d)[24]0\d{3}(?!\d)": "JOB",  # its number, and the port that scripts make of it
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?": "TIME",
     r"\b[WEI]\d{4} [\d:.]+ +\d+ ": "W TIME PID ",  # torch's log
     r"\d{4}-\d\d-\d\d_[\d:]+": "TIME",
@@ -64,10 +63,12 @@ NOT_COMPARED = {
     "SLURM_TASK_PID": "another process",
     **dict.fromkeys(("SLURM_SRUN_COMM_PORT", "SLURM_STEP_LAUNCHER_PORT"), "another srun"),
     **dict.fromkeys(("SLURM_JOB_START_TIME", "SLURM_JOB_END_TIME"), "another time"),
+    "SLURM_DISTRIBUTION": "of a heterogeneous step, and of tasks in blocks, this Slurm says cyclic or block by chance",
     "TORCHELASTIC_RUN_ID": "torchrun makes it up",
     "TORCHELASTIC_ERROR_FILE": "torchrun makes it up",
     "SHLVL": "how bash counts a command that it becomes",
     "_": "the file that bash has started: ours",
+    "BASH_FUNC__module_raw%%": "Debian's modules.sh goes by the process's name: bash, and slurm_script under sbatch",
     "BASH_ENV": "our functions stand before what conda and modules put into PATH; the user's file is read by ours",
     **dict.fromkeys(("OMPI_ARGV", "OMPI_COMMAND"), "mpirun's word for our task, which holds the user's program"),
 }
@@ -223,8 +224,8 @@ class Plain:
         words = {re.escape(str(path)): "DIR", **_NUMBERS}
         for run in runs:
             number = json.loads((run.launcher_dir / "pretended_job.json").read_text())["job_id"]
-            words[rf"(?<!\d)({number}|{str(read_run(run).job_id).partition('_')[0]})(?!\d)"] = "JOB"
-            words[rf"(?<!\d){20_000 + int(number) % 10_000}(?!\d)"] = "PORT"
+            own = (number, str(read_run(run).job_id).partition("_")[0], 20_000 + int(number) % 10_000)
+            words[rf"(?<!\d)({'|'.join(map(str, own))})(?!\d)"] = "JOB"
         nodes = expand(rows[0].get("NodeList", "")) if len(rows) == 1 and "node" in rows[0].get("NodeList", "") else []
         for index, node in enumerate(nodes):
             words[rf"{node}\b"] = f"HOST{index}"
@@ -315,7 +316,6 @@ WITHOUT_SLURM = {
     **dict.fromkeys(("CUDA_VISIBLE_DEVICES", "SLURM_JOB_GPUS", "SLURM_STEP_GPUS"), "--cpu hides the GPUs"),
     **dict.fromkeys(("GPU_DEVICE_ORDINAL", "ROCR_VISIBLE_DEVICES", "ZE_AFFINITY_MASK"), "--cpu hides the GPUs"),
     "SLURM_JOB_CPUS_PER_NODE_PACK_GROUP_0": "this Slurm's name of it",
-    "SLURM_DISTRIBUTION": "this Slurm says cyclic of tasks that it has placed in blocks",
     "SLURM_CPUS_ON_NODE": "of a step: Slurm counts its cores",
     **dict.fromkeys(("SLURM_GET_USER_ENV", "SHELL"), "with --export sbatch adds what a login has"),
     "SLURM_JOB_DEPENDENCY": "the queue is Slurm's",
@@ -371,7 +371,7 @@ def compared(environ: Mapping[str, str]) -> dict[str, str]:
     kept |= {"PYTHONPATH": ":".join(parts)} if parts else {}
     for name in _DEVICES & set(kept):
         kept[name] = f"{len(kept[name].split(','))} of them"
-    if kept.get("MASTER_PORT") != "PORT":  # torchrun has looked for a free one
+    if kept.get("MASTER_PORT") != "JOB":  # torchrun has looked for a free one
         kept.pop("MASTER_PORT", None)
     return kept
 

@@ -96,7 +96,7 @@ def test_hosts_that_cannot_start_do_not_keep_the_others(person: SshPerson) -> No
         ({"python": "/no/python"}, "there is no /no/python"),
         ({"python": "$(touch /tmp/canary)"}, "there is no $(touch /tmp/canary)"),
         ({"conda": "vision"}, "there is no conda environment vision"),
-        ({"modules": ["cuda/12"]}, "there is no command module"),
+        ({"modules": ["cuda/12"]}, "module load cuda/12 failed"),
         ({"root": "/proc/nothing"}, "/proc/nothing"),
     ],
 )
