@@ -126,8 +126,8 @@ def test_a_command_gets_its_arguments_as_they_are_and_the_ranks_variables(start:
 
 
 def test_a_text_is_split_into_words_and_no_shell_reads_it(start: Submitter) -> None:
-    run = completed(start(f"{{command: \"{sys.executable} show.py 'a b' && c\"}}"))
-    assert report(run)[0] == ["a b", "&&", "c"]
+    run = completed(start(f"{{command: \"{sys.executable} show.py 'a b' *.py c\"}}"))
+    assert report(run)[0] == ["a b", "*.py", "c"]
 
 
 def test_a_shell_reads_text_that_asks_for_it(start: Submitter) -> None:
