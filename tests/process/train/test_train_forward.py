@@ -166,7 +166,7 @@ def placed(group: Group, train: dict[str, Any]) -> str:
     try:
         place_model(spec(**train), data(), group)
     except ClusterddpError as error:
-        return str(error)
+        return error.message
     return "placed"
 
 
