@@ -283,5 +283,5 @@ def test_the_master_is_where_most_nodes_have_reached_the_head(tmp_path):
 
 
 def test_a_master_on_the_loopback_is_none_for_other_hosts(tmp_path):
-    with pytest.raises(ClusterddpError, match="no node has reached the head"):
+    with pytest.raises(ClusterddpError, match="no node has reached node 0's supervisor"):
         choose_address(make_gang(tmp_path, "", interface=None, master_addr=""), {1: "127.0.1.1"})

@@ -369,7 +369,7 @@ def test_a_host_that_is_down_is_named_when_others_are_asked(hosts: Hosts) -> Non
     sync = hosts.sync()
     answers = sync.ask_hosts(hosts.run, "beat", {})
     sync.close()
-    assert (list(answers["gpu01"]), str(answers["gpu02"])) == (["time"], "gpu02: connect: timed out")
+    assert (list(answers["gpu01"]), str(answers["gpu02"])) == (["time"], "gpu02: connect: timed out; hint: is it up?")
 
 
 def test_a_late_answer_to_one_question_is_not_taken_for_an_answer_to_another(
