@@ -30,7 +30,7 @@ _SETUP_MODULES = words(
     "pip venv virtualenv ensurepip conda spacy nltk.downloader wandb ipykernel huggingface_hub build"
 )
 """Modules that install, log in or download: never the training."""
-OTHER_PYTHON = "ranks run the Python that clusterddp is installed in: submit with it"
+OTHER_PYTHON = "ranks take the activated environment; python: PATH in the spec names it"
 
 _MANAGERS = ("conda", "mamba", "micromamba", "pixi", "poetry", "pdm", "pipenv", "rye")
 _IN_ENVIRONMENT = "-n -p -e -C --name --prefix --cwd --environment --manifest-path --directory --project --env-file"

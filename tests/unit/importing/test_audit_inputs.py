@@ -63,7 +63,7 @@ def test_each_kind_is_also_a_script_that_is_submitted() -> None:
         pytest.param(
             B + "#SBATCH --gres=gpu:4 --ntasks=1\n/opt/envs/nlp/bin/torchrun --nproc_per_node=4 train.py\n",
             {"resources.gpus_per_node": 4, "entry.script": "train.py"},
-            ["/opt/envs/nlp/bin/torchrun  (ranks run the Python that clusterddp is installed in"],
+            ["/opt/envs/nlp/bin/torchrun  (ranks take the activated environment; python: PATH in the spec names it"],
             id="K10",
         ),
         pytest.param(
