@@ -123,7 +123,8 @@ def split_statements(text: str, known: Mapping[str, str], findings: Findings) ->
     for number, line in enumerate(text.replace("\r\n", "\n").split("\n"), 1):
         begin = begin if whole else number
         whole += line
-        if line.endswith("\\") and whole.count("'") % 2 == 0 and not whole.lstrip().startswith("#"):
+        is_continued = (len(line) - len(line.rstrip("\\"))) % 2 == 1  # of two backslashes the first quotes the second
+        if is_continued and whole.count("'") % 2 == 0 and not whole.lstrip().startswith("#"):
             whole = whole[:-1]
             continue
         found, outputs, at = list[Word](), list[str](), 0

@@ -7,7 +7,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from clusterddp.errors import UsageError
@@ -34,6 +34,7 @@ def words_of_bash(line: str, place: Path) -> list[str]:
 
 @settings(deadline=None, max_examples=150, suppress_health_check=list(HealthCheck))
 @given(text=st.lists(_PIECES, max_size=12).map("".join))
+@example(text="\\\\\na")
 def test_plain_words_are_those_of_bash(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
     line = f"srun python t.py {text}"
     findings = Findings(source="t.slurm")
