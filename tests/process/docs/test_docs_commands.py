@@ -24,6 +24,8 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 LANGUAGES = {"sh", "yaml", "python", "text"}
 _NEEDS = re.compile(r"<!-- needs: (.+) -->")
 _FILE = re.compile(r"# (\S+\.yaml)$")
+_FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
+_SPAN = re.compile(r"`((?:[^`\n]|\n(?!\n))+)`")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,23 +77,36 @@ def test_every_block_names_its_language() -> None:
 
 
 def test_every_command_exists_with_its_options() -> None:
+    blocks = [block for block in BLOCKS if block.language == "sh"]
+    assert [f"{block.where}: {words}" for block in blocks for words in commands_of(block.text) if unknown(words)] == []
+
+
+def test_every_command_in_a_sentence_or_a_table_exists_with_its_options() -> None:
+    wrong = []
+    for page in [*PAGES, ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", ROOT / "jobs" / "README.md"]:
+        for span in _SPAN.findall(_FENCE.sub("", page.read_text())):
+            if re.search(r"(?<!that )clusterddp (?!COMMAND)", span):  # "a command that clusterddp knows"
+                for part in re.split(r"&&|\|", re.sub(r"[\[\]()]|\.\.\.", " ", " ".join(span.split()))):
+                    wrong += [f"{page.relative_to(ROOT)}: {span}" for words in commands_of(part) if unknown(words)]
+    assert wrong == []
+
+
+def unknown(words: list[str]) -> bool:
+    """Return whether the words call clusterddp with a command or an option that it does not have."""
+    if "clusterddp" not in words[:-1]:
+        return False
     context = click.Context(cli, info_name="clusterddp")
-    for block in BLOCKS:
-        if block.language != "sh":
-            continue
-        for words in commands_of(block.text):
-            if "clusterddp" not in words[:-1]:
-                continue
-            name, *arguments = words[words.index("clusterddp") + 1 :]
-            command = cli.get_command(context, name)
-            assert command is not None, f"{block.where}: {name}"
-            if isinstance(command, click.Group):
-                command = command.get_command(context, arguments.pop(0))
-                assert command is not None, f"{block.where}: {name}"
-            try:
-                command.make_parser(click.Context(command)).parse_args(arguments)
-            except click.UsageError as error:
-                pytest.fail(f"{block.where}: {' '.join(words)}: {error.format_message()}")
+    command: click.Command | None = cli
+    arguments = words[words.index("clusterddp") + 1 :]
+    while isinstance(command, click.Group) and arguments and not arguments[0].startswith("-"):
+        command = command.get_command(context, arguments.pop(0))
+    if command is None:
+        return True
+    try:
+        command.make_parser(click.Context(command)).parse_args(arguments)
+    except click.UsageError:
+        return True
+    return False
 
 
 def test_every_make_target_exists() -> None:
