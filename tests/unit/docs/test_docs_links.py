@@ -28,6 +28,12 @@ _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")
 _FENCE = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
 _PATH = re.compile(r"\b(?:tests|benchmarks|jobs|templates|tools|docs)/[\w./-]*\.(?:py|yaml|md|sh)\b")
 MOST_COLUMNS = 110
+TASKS = (
+    *("install", "first-run", "environments", "frameworks", "python", "gpus", "data", "project", "faq", "debug"),
+    *("results", "trackers", "notify", "cleanup", "status"),
+)
+"""Pages for one task of a user; the others explain a subject or are looked up."""
+MOST_WORDS_OF_A_TASK = 400
 MOST_CODE_COLUMNS = 80
 LONGEST_CELL = 160
 
@@ -110,6 +116,11 @@ def test_no_line_of_code_is_wider_than_its_column() -> None:
 
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_a_page_for_one_task_is_short(task: str) -> None:
+    assert len((DOCS / f"{task}.md").read_text().split()) < MOST_WORDS_OF_A_TASK
 
 
 def test_no_entry_of_the_changelog_stands_twice() -> None:
