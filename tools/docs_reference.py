@@ -52,7 +52,7 @@ GIVEN = {
     "CLUSTERDDP_SCRIPT_RUN": "In a batch script: the directory of its run.",
     "CLUSTERDDP_SCRIPT_ATTEMPT": "In a batch script: the number of the attempt.",
     "CLUSTERDDP_SCRIPT_PID": "In a batch script: the process that runs it, on the first node.",
-    "CLUSTERDDP_BASH_ENV": "In a batch script: the user's own BASH_ENV, which ours reads.",
+    "CLUSTERDDP_BASH_ENV": "In a batch script: the user's own BASH_ENV, which clusterddp's reads.",
     "CLUSTERDDP_LINE": "In a batch script: the line, from a function of bash to the command that it runs.",
     "CLUSTERDDP_WAITED": "In a batch script: what such a function knows of ignored signals.",
     "CLUSTERDDP_HOOKED": "Of a batch script: the process that answers for the rank; its children do not.",
@@ -105,7 +105,7 @@ def make_pages() -> dict[Path, str]:
     }
     made = {PAGES / f"{name}.md": text for name, text in pages.items()}
     architecture = ROOT / "docs" / "architecture.md"
-    return made | {architecture: _with_rooms(architecture.read_text())}
+    return made | {architecture: _with_packages(architecture.read_text())}
 
 
 def commands_page() -> str:
@@ -166,24 +166,24 @@ def environment_page() -> str:
     return page(lines)
 
 
-def _with_rooms(text: str) -> str:
-    """Put the rooms between their marks: the rows of the import contract, and the first line of each room."""
-    before, start, rest = text.partition("<!-- rooms: written by tools/write_docs -->\n")
-    _, end, after = rest.partition("<!-- end of rooms -->")
+def _with_packages(text: str) -> str:
+    """Put the packages between their marks: the rows of the import contract, and the first line of each package."""
+    before, start, rest = text.partition("<!-- packages: written by tools/write_docs -->\n")
+    _, end, after = rest.partition("<!-- end of packages -->")
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]["contracts"]
     rows = next(contract["layers"] for contract in contracts if contract["type"] == "layers")
-    lines = ["", "| rooms, from the top | |", "|---|---|"]
+    lines = ["", "| packages, from the top | |", "|---|---|"]
     for row in rows:
-        for place, room in enumerate(part.strip() for part in row.split("|")):
-            name = room.removeprefix("clusterddp.")
+        for place, package in enumerate(part.strip() for part in row.split("|")):
+            name = package.removeprefix("clusterddp.")
             mark = "" if place == 0 else "beside it: "
             lines.append(f"| {mark}`{name}` | {cell(_first_line(name))} |")
     return before + start + "\n".join([*lines, "", ""]) + end + after
 
 
-def _first_line(room: str) -> str:
-    package = ROOT / "clusterddp" / room
-    path = package / "__init__.py" if package.is_dir() else package.with_suffix(".py")
+def _first_line(package: str) -> str:
+    folder = ROOT / "clusterddp" / package
+    path = folder / "__init__.py" if folder.is_dir() else folder.with_suffix(".py")
     doc = ast.get_docstring(ast.parse(path.read_text())) or ""
     return doc.splitlines()[0]
 

@@ -22,9 +22,9 @@ if TYPE_CHECKING:
 @output_option
 @click.pass_obj
 def check(terminal: Terminal, *, hosts: tuple[str, ...], output: str) -> int:
-    """Connect to each HOST as `ssh HOST` would, and report the result; node[1-4] names four.
+    """Connect to each HOST as `ssh HOST` would, and report the result.
 
-    Exit code 3 when any host fails; the command that fixes it is printed below the host.
+    node[1-4] names four hosts. Exit code 3 when any host fails; the command that fixes it is printed below the host.
     """
     from clusterddp.places.ssh.connections import Connector, call_each
     from clusterddp.spec.hosts import expand_all

@@ -76,11 +76,11 @@ def demo(terminal: Terminal, *, runs_dir: Path) -> int:
 def schema(*, shared: bool) -> None:
     """Print the JSON Schema of a spec.
 
-    Editors complete and check with it:
+    Editors complete and check with it, if the first line of a spec names the file:
 
     \b
     clusterddp schema > clusterddp.schema.json
-    and as the first line of the spec:  # yaml-language-server: $schema=clusterddp.schema.json
+    # yaml-language-server: $schema=clusterddp.schema.json
     """
     from clusterddp.spec.model import json_schema
 

@@ -98,7 +98,7 @@ def submit(
 
     A batch script for sbatch is submitted as it is; slurm.KEY=VALUE overrides its #SBATCH lines, and what follows -- is
     its arguments. With the name of an earlier run: its spec again, as a new run, started where that one was, with the
-    code that lies there now.
+    code that is there now.
 
     \b
     clusterddp submit job.yaml                                run it, return at once

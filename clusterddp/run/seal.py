@@ -76,8 +76,8 @@ def demand_sealed(run: RunDir) -> dict[str, Any]:
         raise UsageError(
             f"{run.name} is unsealed, so nothing of it is started, asked or ended: its plan was changed, or an earlier "
             "version, another user or another of your machines wrote it",
-            hint=f"clusterddp resume {run.name} --trust shows what it starts, and seals it; for the runs of another "
-            f"machine of yours, copy its key, {key_path()}",
+            hint=f"clusterddp resume {run.name} --trust shows what it starts, and seals it; for the runs of your "
+            f"other machines, copy their key, {key_path()}",
         )
     return plan
 

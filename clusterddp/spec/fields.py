@@ -271,7 +271,7 @@ def read_image_set(value: object) -> str:
     """Read the name of a set of images that the trainer knows."""
     name = read_text(value)
     if name not in NAMES:
-        hint = "clusterddp help train.dataset lists them; another set is for a script of yours, or for dataset: folder"
+        hint = "clusterddp help train.dataset lists them; another set is for your own script, or for dataset: folder"
         refuse(value, f"a set that the trainer knows{did_you_mean(name, NAMES)}", hint)
     return name
 

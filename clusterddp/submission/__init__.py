@@ -1,1 +1,1 @@
-"""Carry out a plan: start it, wait for it, cancel it, resume it; sweeps, as a Slurm job array or in a queue."""
+"""Execute a plan: start it, wait for it, cancel it, resume it; sweeps, as a Slurm job array or in a queue."""

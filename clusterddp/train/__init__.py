@@ -1,4 +1,4 @@
-"""The DDP trainer: the only room with torch."""
+"""The DDP trainer: the only package that imports torch."""
 
 import warnings
 

@@ -107,7 +107,7 @@ def batch_indices(
     first_chunk = step * world * accumulate
     start = (first_chunk + micro * world + rank) * batch_size
     indices = order[start : start + batch_size]
-    assert len(indices) == batch_size, f"step {step} lies beyond the epoch"
+    assert len(indices) == batch_size, f"step {step} is beyond the epoch"
     return indices
 
 

@@ -21,7 +21,7 @@ PAGES = [
     *sorted((ROOT / ".github").rglob("*.md")),
 ]
 WRITTEN = re.compile(
-    r"<!-- (table|releases|rooms|bars|cpu|ranks|link-\d+|loss|gpu-\w+|curves)\b.*?<!-- (/|end of)[^>]*-->", re.DOTALL
+    r"<!-- (table|releases|packages|bars|cpu|ranks|link-\d+|loss|gpu-\w+|curves)\b.*?<!-- (/|end of)[^>]*-->", re.DOTALL
 )
 """What programs write; its lines are as long as they are."""
 _LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)\)")

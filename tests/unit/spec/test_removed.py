@@ -22,7 +22,7 @@ KEYS = [
 """A line of a spec, the key in it, and words of the hint."""
 VALUES = [
     ("train: {comm: powersgd:4}", "train.comm", "expected exact, bf16 or local:H"),
-    ("train: {dataset: imagenet}", "train.dataset", "for a script of yours, or for dataset: folder"),
+    ("train: {dataset: imagenet}", "train.dataset", "for your own script, or for dataset: folder"),
 ]
 """A line of a spec, the key whose value is gone, and words of the error."""
 
