@@ -33,9 +33,7 @@ class Depth:
 @command("doctor")
 @click.argument("spec", required=False, type=click.Path(dir_okay=False))
 @click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
-@click.option(
-    "--job", "with_job", is_flag=True, help="Also look at nodes of the cluster, in a job of at most a minute."
-)
+@click.option("--job", "with_job", is_flag=True, help="Also look at nodes of the cluster, in a job of one minute.")
 @click.option(
     "--timeout", "timeout_s", metavar="S", type=click.FloatRange(min=1), default=120.0, show_default=True,
     help="How long the job of --job, or the run of --deep, may wait for its start.",
