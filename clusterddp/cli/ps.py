@@ -28,6 +28,7 @@ from clusterddp.cli.terminal import (
     to_columns,
 )
 from clusterddp.errors import ClusterddpError, PreflightError, SshError, UsageError
+from clusterddp.places.ssh.sessions import errors_of, good_of
 from clusterddp.run.find import find_run
 from clusterddp.run.record import read_run
 from clusterddp.run.seal import demand_sealed
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 _PIDS_SHOWN = 6
 _ORPHANED = "orphaned"
 _KINDS = {"run": "run", "code": "snapshot of code", "package": "clusterddp", "remnant": "transfer that was cut off"}
-_T = TypeVar("_T")
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -144,7 +144,7 @@ def ps(terminal: Terminal, *, selection: Selection, output: str) -> int:
             words = [selection.name] if selection.name else []
             words += ["--hosts", ",".join(left_over)] if selection.hosts else []
             say(f"{shlex.join(['clusterddp', 'gc', *words])} kills the orphaned processes")
-    return PreflightError.exit_code if any(isinstance(runs, SshError) for runs in found.values()) else 0
+    return PreflightError.exit_code if errors_of(found) else 0
 
 
 @command("gc")
@@ -192,7 +192,7 @@ def gc(
             show("\n".join(lines))
         _say_kept(cleanup)
         question = _question(cleanup)
-        if not question and _answers(cleanup.found):
+        if not question and good_of(cleanup.found):
             say("no orphaned processes" + (" on the others" if cleanup.exit_code else ""))
         elif question and not dry_run:
             refused = "nothing was ended, nothing was removed"
@@ -230,7 +230,7 @@ class Cleanup:
     @property
     def removable(self) -> dict[str, list[str]]:
         """The places that can be removed, by machine; machines without are left out."""
-        places = {host: [each.place for each in storage.removable] for host, storage in _answers(self.storages).items()}
+        places = {host: [each.place for each in storage.removable] for host, storage in good_of(self.storages).items()}
         return {host: of_host for host, of_host in places.items() if of_host}
 
     @property
@@ -238,18 +238,13 @@ class Cleanup:
         replies = [*self.found.values(), *self.storages.values(), *self.ended.values(), *self.removed.values()]
         if any(isinstance(reply, SshError) for reply in replies):
             return PreflightError.exit_code
-        alive = any(each.left for ended in _answers(self.ended).values() for each in ended)
-        kept = any(each.error for removed in _answers(self.removed).values() for each in removed)
+        alive = any(each.left for ended in good_of(self.ended).values() for each in ended)
+        kept = any(each.error for removed in good_of(self.removed).values() for each in removed)
         return ClusterddpError.exit_code if alive or kept else 0
 
 
-def _answers(replies: Mapping[str, _T | SshError]) -> dict[str, _T]:
-    """Return the answers, without the errors."""
-    return {host: reply for host, reply in replies.items() if not isinstance(reply, SshError)}
-
-
 def _left_over_of(found: Mapping[str, list[RunHere] | SshError]) -> dict[str, list[RunHere]]:
-    runs = {host: [run for run in of_host if run.answered_by is None] for host, of_host in _answers(found).items()}
+    runs = {host: [run for run in of_host if run.answered_by is None] for host, of_host in good_of(found).items()}
     return {host: of_host for host, of_host in runs.items() if of_host}
 
 
@@ -301,7 +296,7 @@ def _row(host: str, run: RunHere) -> list[str]:
 def stored_lines(found: Mapping[str, Storage | SshError], *, columns: int | None) -> list[str]:
     """Lay out what can be removed on each machine in `columns`; hosts and places are never cut."""
     rows = []
-    for host, storage in _answers(found).items():
+    for host, storage in good_of(found).items():
         for each in storage.removable:
             place = printable(f"{storage.root}/{each.place if each.kind == 'run' else each.place[:24]}")
             note = f"with {format_bytes(each.checkpoints)} of checkpoints" if each.checkpoints else ""
@@ -314,7 +309,7 @@ def stored_lines(found: Mapping[str, Storage | SshError], *, columns: int | None
 def _question(cleanup: Cleanup) -> str:
     """Write what is to be done, as a question; empty when there is nothing to do."""
     processes = sum(len(run.processes) for runs in cleanup.left_over.values() for run in runs)
-    removable = [each for storage in _answers(cleanup.storages).values() for each in storage.removable]
+    removable = [each for storage in good_of(cleanup.storages).values() for each in storage.removable]
     words = [f"end {format_count(processes, 'process')}"] if processes else []
     if removable:
         size = format_bytes(sum(each.size for each in removable))
@@ -326,7 +321,7 @@ def _question(cleanup: Cleanup) -> str:
 def _say_kept(cleanup: Cleanup) -> None:
     """Print what gc keeps though the user may expect its removal."""
     _say_unmarked(cleanup.left_over)
-    for host, storage in _answers(cleanup.storages).items():
+    for host, storage in good_of(cleanup.storages).items():
         if storage.unfinished:
             kept, where = printable(", ".join(storage.unfinished)), printable(storage.root)
             say(f"{printable(host)}: no end is recorded of {kept}: kept; they are in {where}/runs")

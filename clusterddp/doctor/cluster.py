@@ -40,6 +40,7 @@ from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import plan_run
 from clusterddp.planning.processes import process_environment
 from clusterddp.planning.python import choose_python
+from clusterddp.planning.slurm import option_argv
 from clusterddp.run.job_tag import job_comment, job_name, job_tag
 from clusterddp.system.units import format_bytes
 from clusterddp.wire import build, read_object
@@ -189,12 +190,8 @@ def sbatch_argv(request: JobRequest, tag: str) -> list[str]:
     }
     if request.gpus_per_node and "gres" not in request.options:
         ours["gpus_per_node"] = str(request.gpus_per_node)
-    kept = {key: value for key, value in request.options.items() if key in _KEPT_OPTIONS and value is not False}
-    argv = ["sbatch", "--no-requeue"]
-    for key, value in (ours | kept).items():
-        if value is not False:
-            argv.append(f"--{key.replace('_', '-')}" + ("" if value is True else f"={value}"))
-    return argv
+    kept = {key: value for key, value in request.options.items() if key in _KEPT_OPTIONS}
+    return ["sbatch", "--no-requeue", *option_argv(ours | kept)]
 
 
 def judge_nodes(answer: JobAnswer, here: Machine, needs: Needs) -> list[Check]:

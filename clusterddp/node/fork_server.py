@@ -27,9 +27,9 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from clusterddp.node.entry import import_first
-from clusterddp.node.processes import die_with_parent
 from clusterddp.ranks.environment import LISTENER_FD, SUPERVISOR_PID
 from clusterddp.system.files import open_log
+from clusterddp.system.processes import die_with_parent
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2)
 """Users and batch systems send these to all processes of a run to stop it. The supervisor handles them."""

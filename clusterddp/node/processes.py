@@ -17,6 +17,7 @@ from pathlib import Path
 from clusterddp.ranks.environment import COOKIE, LISTENER_FD
 from clusterddp.run.cleanup import marking
 from clusterddp.system.files import open_log
+from clusterddp.system.processes import die_with_parent
 from clusterddp.system.python import module_command
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGUSR2})
@@ -25,7 +26,6 @@ PASSED_ON = tuple(
     getattr(signal, f"SIG{name}") for name in ("HUP", "INT", "QUIT", "USR1", "USR2", "TERM", "ALRM", "CONT")
 )
 """What the processes before a user's batch script, or before a rank of it, pass on to it."""
-_PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 
 
@@ -81,11 +81,6 @@ def start_fork_server(
             ours.close()
             raise
     return leave_to_reap(process), ours
-
-
-def die_with_parent(number: int = signal.SIGKILL) -> None:
-    """Have the kernel signal this process when its parent ends."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, number, 0, 0, 0)
 
 
 def lead_group() -> None:

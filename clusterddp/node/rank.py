@@ -29,6 +29,7 @@ from typing import NoReturn
 from clusterddp.node import entry
 from clusterddp.node.entry import import_first, run_entry
 from clusterddp.node.stack_hook import answer_stack_requests
+from clusterddp.system.processes import die_with_parent
 
 ENDING = "ENDING"
 """The file beside the stop file that exists while the gang is being ended: SIGTERM then ends a rank."""
@@ -36,7 +37,6 @@ _PORT_LISTENS = (
     "hint: a socket of the run already listens at MASTER_PORT, and torch's store takes it over; "
     "a program that binds the port itself has to be an entry.command (docs/entry.md)\n"
 )
-_PR_SET_PDEATHSIG = 1
 
 
 def main() -> None:
@@ -92,10 +92,7 @@ def _die_with_supervisor() -> None:
     expected = os.environ.pop("CLUSTERDDP_SUPERVISOR_PID", None)
     if expected is None:
         return
-    import ctypes
-
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The supervisor may have died before the call; the kernel then sends no signal.
+    die_with_parent()
     if os.getppid() != int(expected):
         os.kill(os.getpid(), signal.SIGKILL)
 

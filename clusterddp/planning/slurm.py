@@ -22,7 +22,7 @@ from clusterddp.planning.placement import Placement, Request
 from clusterddp.planning.prerequisites import data_notes, storage_notes
 from clusterddp.planning.processes import process_environment, travelling_variables
 from clusterddp.planning.program import directories_used, filled_in
-from clusterddp.run.attempts import AttemptEnd, read_end
+from clusterddp.run.attempts import final_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from clusterddp.run.gang import Node
@@ -432,7 +432,7 @@ def find_dependency(after: Sequence[str], runs_dir: Path) -> tuple[str | None, t
             dependencies += _dependencies_on_sweep(text, kind, sweep)
             continue
         run = find_run(runs_dir, name)
-        end = _final_end(run)
+        end = final_end(run)
         if end is None:
             dependencies.append(f"{kind}:{_job_of(run)}")
         elif end.outcome in _UNMET[kind]:
@@ -448,18 +448,12 @@ def _dependencies_on_sweep(text: str, kind: str, sweep: SweepDir) -> list[str]:
         raise UsageError(f"after: {text}: {sweep.name} is a sweep; afternotok takes one run", hint=f"{sweep.name}.0")
     jobs: dict[str, None] = {}
     for run in sweep.runs():
-        end = _final_end(run)
+        end = final_end(run)
         if end is None:
             jobs[_job_of(run).partition("_")[0]] = None
         elif end.outcome in _UNMET[kind]:
             raise UsageError(f"after: {text}: {run.name} has ended: {end.outcome} ({end.reason})")
     return [f"{kind}:{job}" for job in jobs]
-
-
-def _final_end(run: RunDir) -> AttemptEnd | None:
-    attempts = run.attempts()
-    end = read_end(attempts[-1]) if attempts else None
-    return None if end is None or end.will_restart else end
 
 
 def _job_of(run: RunDir) -> str:

@@ -36,6 +36,14 @@ class StepPlace:
     def host(self) -> str:
         return self.hosts[self.node_rank]
 
+    @property
+    def nodes(self) -> list[dict[str, object]]:
+        """The nodes of the gang, as its JSON has them."""
+        return [
+            {"node_rank": node_rank, "host": host, "ranks": list(ranks), "slurm_chooses_gpus": True}
+            for node_rank, (host, ranks) in enumerate(zip(self.hosts, self.ranks, strict=True))
+        ]
+
 
 def read_place(environ: Mapping[str, str]) -> StepPlace:
     """Read a task's place: the tasks are in blocks, or dealt out to the nodes in turn (`srun --distribution=cyclic`).

@@ -6,9 +6,7 @@ import importlib.metadata
 import os
 import platform
 import re
-import shutil
 import socket
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,6 +14,7 @@ from typing import Any
 
 from clusterddp.run.code import describe_commit
 from clusterddp.run.gang import RankPython
+from clusterddp.system.devices import ask_nvidia_smi
 from clusterddp.system.torch_files import find_package, read_torch_values
 
 _SMI_FIELDS = ("index", "name", "uuid", "memory.total", "driver_version")
@@ -42,7 +41,7 @@ def capture_surroundings(working_dir: Path, environ: Mapping[str, str], ranks: R
             "executable": ranks.executable or sys.executable,
         },
         "torch": {"version": torch.get("__version__", packages.get("torch")), "cuda": torch.get("cuda")},
-        "gpus": list_gpus(),
+        "gpus": describe_gpus(environ),
         "git": describe_commit(working_dir, environ),
         "working_dir": str(working_dir),
         "packages": packages,
@@ -63,20 +62,8 @@ def installed_packages(directories: Sequence[str] | None = None) -> dict[str, st
     return dict(sorted(found.items()))
 
 
-def list_gpus() -> list[dict[str, str]]:
-    """List the NVIDIA GPUs of this machine by nvidia-smi; none if it is not installed or fails."""
-    if shutil.which("nvidia-smi") is None:
-        return []
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader"],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            timeout=20,
-            check=True,
-        )
-    except (OSError, subprocess.SubprocessError):
-        return []
-    rows = [[value.strip() for value in line.split(",")] for line in answer.stdout.splitlines() if line.strip()]
+def describe_gpus(environ: Mapping[str, str]) -> list[dict[str, str]]:
+    """Describe the NVIDIA GPUs of this machine by nvidia-smi; none if it is not installed or fails."""
+    answer = ask_nvidia_smi(environ, f"--query-gpu={','.join(_SMI_FIELDS)}", "--format=csv,noheader")
+    rows = [[value.strip() for value in line.split(",")] for line in answer.splitlines() if line.strip()]
     return [dict(zip(_SMI_FIELDS, row, strict=True)) for row in rows if len(row) == len(_SMI_FIELDS)]

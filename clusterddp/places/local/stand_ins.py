@@ -10,7 +10,6 @@ node, their variables, where standard input and output go, signals, messages, ex
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import getpass
@@ -32,11 +31,11 @@ from clusterddp.errors import ClusterddpError, UsageError
 from clusterddp.network.hostlist import compress, compress_counts, expand
 from clusterddp.run.stop import KILL_WAIT_S
 from clusterddp.spec.launch_options import SBATCH, SRUN, Word, take_options
+from clusterddp.system.processes import die_with_parent
 
 COMMANDS = ("srun", "scontrol", "sbatch", "squeue", "sacct", "sinfo", "scancel", "sstat", "module", "ml")
 _FORWARDED = (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM)
 _ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT)
-_PR_SET_PDEATHSIG = 1
 _SIGNALS = {*_FORWARDED, *_ENDING, signal.SIGINT, signal.SIGCHLD}
 
 
@@ -398,7 +397,7 @@ def _become_task() -> None:
     for signum in _SIGNALS:
         signal.signal(signum, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, _SIGNALS)
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    die_with_parent()
 
 
 def _feed(feeds: list[IO[bytes]]) -> None:

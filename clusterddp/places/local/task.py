@@ -8,7 +8,6 @@ the controller exits. The task records the end when all supervisors and guards w
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import os
 import signal
@@ -42,11 +41,11 @@ from clusterddp.run.supervisors import Link, SupervisorOrder, read_link, send, s
 from clusterddp.system.devices import list_gpus
 from clusterddp.system.files import read_tail
 from clusterddp.system.gpu_lease import Lease, take_leases
+from clusterddp.system.processes import die_with_parent
 from clusterddp.system.storage import retry_outage, set_storage_timeout
 
 BEGUN, GPUS_TAKEN = b"begun", b"taken"
 """What the task answers on its standard input: it has begun; or another run has a GPU of this one, and it ends."""
-_PR_SET_PDEATHSIG = 1
 _END_TIMEOUT_S = 2.5
 """How long a guard may take to record the end after all supervisors have exited: it cleans up first."""
 
@@ -108,8 +107,7 @@ def run_attempts(run_dir: str, attempt: int, visible_gpus: str | None) -> str:
 def _die_with(controller: int) -> None:
     """Have the kernel kill this process when submitit's controller ends (Linux)."""
     if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # If it exited before the call, the kernel sends no signal.
+        die_with_parent()
     if os.getppid() != controller:
         sys.exit(f"submitit's controller (pid {controller}) has ended before the run began")
 

@@ -104,13 +104,9 @@ class StepTask(Task):
             "unchanged": True,
         }
         place = self._place
-        nodes = [
-            {"node_rank": number, "host": host, "ranks": list(ranks), "slurm_chooses_gpus": True}
-            for number, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
-        ]
         gang |= {
             "token": f"{gang['token']}.{self._run.step}",
-            "nodes": nodes,
+            "nodes": place.nodes,
             "entry": entry,
             "restarts": 0,
             "on_cpu": on_cpu,

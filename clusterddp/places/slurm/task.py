@@ -254,11 +254,7 @@ class Task:
         listener.listen(1024)
         place = self._place
         record = read_plan_file(self._run.record)
-        nodes = [
-            {"node_rank": node_rank, "host": host, "ranks": list(ranks), "gpus": [], "slurm_chooses_gpus": True}
-            for node_rank, (host, ranks) in enumerate(zip(place.hosts, place.ranks, strict=True))
-        ]
-        ranks = Gang.from_json(gang | {"nodes": nodes})
+        ranks = Gang.from_json(gang | {"nodes": place.nodes})
         if ranks.threads_per_rank is None:
             cores = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
             threads = max(1, cores // len(ranks.carried_by(place.ranks[place.node_rank])))

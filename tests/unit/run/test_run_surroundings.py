@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.gang import RankPython
-from clusterddp.run.surroundings import capture_surroundings, list_gpus
+from clusterddp.run.surroundings import capture_surroundings, describe_gpus
 
 SMI = """#!/bin/sh
 echo "0, NVIDIA H200, GPU-6f2a, 143771 MiB, 570.86.15"
@@ -48,12 +48,12 @@ def test_gpus_and_the_driver_are_what_nvidia_smi_reports(tmp_path: Path, monkeyp
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert [gpu["uuid"] for gpu in list_gpus()] == ["GPU-6f2a", "GPU-77b0"]
-    assert list_gpus()[0]["driver_version"] == "570.86.15"
+    assert [gpu["uuid"] for gpu in describe_gpus(os.environ)] == ["GPU-6f2a", "GPU-77b0"]
+    assert describe_gpus(os.environ)[0]["driver_version"] == "570.86.15"
 
 
 def test_a_broken_nvidia_smi_means_no_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'NVIDIA-SMI has failed'\nexit 9\n")
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    assert list_gpus() == []
+    assert describe_gpus(os.environ) == []

@@ -20,7 +20,6 @@ import socketserver
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from clusterddp.network.choice import Outcome, Probe, Target
@@ -28,6 +27,7 @@ from clusterddp.network.interface import read_links
 from clusterddp.network.port import bind_port, hold_port, reserve_port
 from clusterddp.network.rendezvous.connection import prove
 from clusterddp.places.ssh.agent.operations import Body, Host
+from clusterddp.run.record import boot_id
 
 PAYLOAD = 1 << 15
 """Bytes each way: more than the largest packet (9000), less than any buffer."""
@@ -174,6 +174,5 @@ def _receive(sock: socket.socket, deadline: float) -> bytes:
 def _machine() -> str:
     """Return an identity of this machine; two containers differ, since each has a network namespace of its own."""
     with contextlib.suppress(OSError):
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return f"{boot} {os.stat('/proc/self/ns/net').st_ino}"
+        return f"{boot_id()} {os.stat('/proc/self/ns/net').st_ino}"
     return platform.node()
