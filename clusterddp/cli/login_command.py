@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, cast
 from clusterddp.cli.login import AT_LOGIN
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
 from clusterddp.places.ssh.session import MARK, MAX_PREFACE_BYTES, NO_PACKAGE, package, ssh_argv
-from clusterddp.planning.program import absent_notes, plan_program
+from clusterddp.planning.program import absent_notes, plan_program, refuse_by_files
 from clusterddp.planning.ssh import SshNode, constant_command
 from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
@@ -99,8 +99,9 @@ def plan_command(
 ) -> LoginCommand:
     """Plan a command that has read a spec here: the spec, what it is laid over and the code are uploaded with it.
 
-    Raises: UsageError: the spec names paths that are not valid there.
+    Raises: UsageError: the spec names paths that are not valid there. SpecError: its script or a secret is not here.
     """
+    refuse_by_files(resolved, working_dir=Path.cwd(), environ=environ)
     config, shared = config_path(environ), resolved.shared
     files = {SPEC: resolved.text, _CONFIG: config.read_text() if config else ""}
     named: dict[str, Argument] = {CONFIG_VARIABLE: {"file": _CONFIG}}

@@ -25,7 +25,7 @@ from clusterddp.planning.program import (
     plan_program,
     plan_trial_entry,
     read_batch_script,
-    refuse_starting_script,
+    refuse_by_files,
     with_absolute_paths,
 )
 from clusterddp.planning.python import choose_python
@@ -175,7 +175,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
     request = dataclasses.replace(request, runs_dir=runs_dir, working_dir=working_dir)
     job = with_absolute_paths(resolved.job, working_dir)
     refuse_unplannable(job, request)
-    refuse_starting_script(resolved, working_dir)
+    refuse_by_files(resolved, working_dir=working_dir, environ=request.environ)
     if job.entry and job.entry.batch_script and request.submission is None:
         request = dataclasses.replace(request, submission=read_batch_script(Path(job.entry.batch_script)))
     placed = request.placed or _PLACE[job.launcher](job, request)

@@ -29,7 +29,7 @@ _HARMLESS = re.compile(r"|[\d.]+|true|false|yes|no|on|off|none|[~./].*", re.IGNO
 
 
 def refuse_unplannable(job: JobSpec, request: Request) -> None:
-    """Raise a UsageError for a spec of many runs, a function without its pickle, or a secret that is not set."""
+    """Raise a UsageError for a spec of many runs, or a function without its pickle."""
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this command takes one", hint="~sweep drops the section")
     function = (job.entry and job.entry.function) or ""
@@ -39,7 +39,6 @@ def refuse_unplannable(job: JobSpec, request: Request) -> None:
             "pickle is in the run, and not in the spec",
             hint="clusterddp submit RUN repeats that run; or write module:name, and entry.args",
         )
-    check_secrets(job.all_secrets, request.environ)
 
 
 def check_secrets(names: tuple[str, ...], environ: Mapping[str, str]) -> None:

@@ -29,7 +29,6 @@ from clusterddp.run.code import (
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, is_call
 from clusterddp.spec.batch_script import demand_batch_script
-from clusterddp.spec.launchers import commands_in, commands_started, find_starter, script_of
 from clusterddp.spec.train import GENERATED
 from clusterddp.spec.tree import read_bytes
 from clusterddp.system.files import read_json
@@ -42,9 +41,6 @@ if TYPE_CHECKING:
 
 TRAINER = "clusterddp.train.main"
 _Kind = Literal["module", "script", "function", "command", "batch_script"]
-_MAX_SHELL_SCRIPT = 1 << 16
-"""Bytes of a shell script that are read."""
-_SHELL_SCRIPT = re.compile(r"#!.*\b(ba|da|z|k)?sh\b|(?!#!)[^\0]*\Z")
 _SCRIPT_LIMITS = f"{MAX_SCRIPT_FILES:,} files and {MAX_SCRIPT_BYTES / 1e6:.0f} MB"
 _SHOWN = 5
 """How many names a note lists."""
@@ -91,7 +87,7 @@ def plan_program(
 
     `packages`: the directories of their Python's packages; empty: those of this process.
     `uploads`: the code goes to another machine before the job is planned there.
-    Raises: UsageError: the script does not exist. ClusterddpError: the code has no snapshot.
+    Raises: ClusterddpError: the code has no snapshot.
     """
     if job.entry is None:
         # The trainer executes none of the code beside it, so a failure is only a note.
@@ -151,30 +147,13 @@ def read_batch_script(path: Path) -> bytes:
     return data
 
 
-def refuse_starting_script(resolved: ResolvedSpec, working_dir: Path) -> None:
-    """Refuse a shell script that starts a launcher in each rank; what it does under a condition does not count.
+def refuse_by_files(resolved: ResolvedSpec, *, working_dir: Path, environ: Mapping[str, str]) -> None:
+    """Refuse a spec that cannot be submitted from here. Raises: SpecError: with every problem of `conflicts_here`."""
+    from clusterddp.spec.check import conflicts_here, problem_of
 
-    Raises: SpecError.
-    """
-    from clusterddp.spec.check import problem_of
-    from clusterddp.spec.entry_section import started_by, starter_conflict
-
-    job, entry = resolved.job, resolved.job.entry
-    if entry is None or not entry.command:
-        return
-    in_step = job.launcher == "slurm" and job.container is None
-    started = (each for words in started_by(entry) for each in commands_started(words))
-    for file in filter(None, map(script_of, started)):
-        text = ""
-        with contextlib.suppress(OSError):  # it may be there where the ranks run
-            text = (working_dir / Path(file).expanduser()).read_bytes()[:_MAX_SHELL_SCRIPT].decode(errors="replace")
-        if not _SHELL_SCRIPT.match(text):
-            continue
-        for command in (each for words in commands_in(text, always=True) for each in commands_started(words)):
-            starter, size = find_starter(command), job.resources.world_size
-            conflict = starter and starter_conflict(starter, entry, size, in_step=in_step, file=file)
-            if conflict:
-                raise SpecError((problem_of(conflict, resolved.tree),))
+    found = conflicts_here(resolved.job, working_dir=working_dir, environ=environ)
+    if problems := tuple(problem_of(conflict, resolved.tree) for conflict in found):
+        raise SpecError(problems)
 
 
 def _what_runs(entry: EntrySpec) -> tuple[_Kind, str, tuple[str, ...]]:
@@ -245,20 +224,14 @@ def _with_file(kind: str, target: str, file: Path | str | None) -> str:
 
 
 def _find_file(kind: str, target: str, working_dir: Path) -> Path | None:
-    """Find the file that the target names; refuse one that does not exist."""
+    """Find the file that the target names; `refuse_by_files` has refused a script that does not exist."""
     named = _file_named(kind, target)
     if named is None:
         return None
     file = working_dir / Path(named).expanduser()
     if kind == "command" and not (file.is_file() and file.resolve().is_relative_to(working_dir.resolve())):
         return None  # a program outside this project; it may exist where the ranks run
-    if file.is_file():
-        return file.resolve()
-    found = "is a directory" if file.is_dir() else "no such file"
-    raise UsageError(
-        f"entry.{kind}: {file}: {found}",
-        hint="the path is relative to the directory of the submit; entry.module names a module instead",
-    )
+    return file.resolve()
 
 
 def _code_snapshot(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import itertools
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from collections.abc import Mapping as Map
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -16,10 +16,11 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from clusterddp.errors import Problem
-from clusterddp.spec.entry_section import EntrySpec, entry_conflicts
+from clusterddp.spec.entry_section import EntrySpec, entry_conflicts, started_by, starter_conflict
 from clusterddp.spec.fields import MAX_RANKS, Conflict
 from clusterddp.spec.hosts import ssh_conflicts, with_node_for_each_host
 from clusterddp.spec.keys import with_one_spelling
+from clusterddp.spec.launchers import commands_in, commands_started, find_starter, script_of
 from clusterddp.spec.model import JobSpec, notify_conflicts
 from clusterddp.spec.slurm_options import (
     GPU_OPTIONS,
@@ -68,15 +69,11 @@ _KINDS = {
 }
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Submitted:
-    """From where a spec is submitted: what it names has to be there."""
-
-    environ: Map[str, str]
-    working_dir: Path
+More = Callable[[JobSpec], Iterable[Conflict]]
+"""Finds conflicts that are not in the spec alone."""
 
 
-def check(tree: Mapping, submitted: Submitted | None = None) -> tuple[JobSpec | None, list[Problem]]:
+def check(tree: Mapping, more: More = lambda job: ()) -> tuple[JobSpec | None, list[Problem]]:
     """Type a tree whose keys are known; return a job, or problems."""
     job, details = _typed(JobSpec, to_data(tree))
     problems = [_field_problem(tree, detail) for detail in details]
@@ -85,8 +82,7 @@ def check(tree: Mapping, submitted: Submitted | None = None) -> tuple[JobSpec | 
         # Valid values may still conflict: the rules check a spec without the invalid ones.
         job, _ = _typed(JobSpec, {"name": "unnamed"} | to_data(functools.reduce(without, wrong, tree)))
     job = job and _with_gpus_of_slurm(with_node_for_each_host(job))
-    absent = absences(job, submitted) if job and submitted else ()
-    for conflict in (*_conflicts(job), *absent) if job else ():
+    for conflict in (*_conflicts(job), *more(job)) if job else ():
         paths = [tuple(key.split(".")) for key in conflict.keys]
         if not any(_touches(path, other) for path in paths for other in wrong):
             problems.append(problem_of(conflict, tree))
@@ -233,21 +229,45 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from notify_conflicts(job)
 
 
-def absences(job: JobSpec, submitted: Submitted) -> Iterator[Conflict]:
-    """Find the script and the secrets that the spec names and that are not there."""
+_MAX_SHELL_SCRIPT = 1 << 16
+"""Bytes of a shell script that are read."""
+_SHELL_SCRIPT = re.compile(r"#!.*\b(ba|da|z|k)?sh\b|(?!#!)[^\0]*\Z")
+
+
+def conflicts_here(job: JobSpec, *, working_dir: Path, environ: Map[str, str]) -> Iterator[Conflict]:
+    """Find what a submit from here contradicts: the script or a secret is not there, a script starts launchers."""
     if job.entry is not None and (job.launcher != "ssh" or job.snapshot):
         function_file = (job.entry.function or "").partition(":")[0]
         for name, file in (("script", job.entry.script), ("function", function_file)):
-            path = submitted.working_dir / Path(file or "").expanduser()
+            path = working_dir / Path(file or "").expanduser()
             if file and (name == "script" or file.endswith(".py")) and not path.is_file():
                 found = "is a directory" if path.is_dir() else f"no such file{near_file(path)}"
                 hint = "the path is relative to the directory of the submit; entry.module names a module instead"
                 yield Conflict((f"entry.{name}",), f"{path}: {found}", hint)
     for name in job.all_secrets:
-        if name not in submitted.environ:
+        if name not in environ:
             key = f"secrets.{job.secrets.index(name)}" if name in job.secrets else "notify.webhook"
             hint = f"export {name}=..., then submit; only the name is stored in the run"
             yield Conflict((key,), f"{name} is not set in this environment", hint)
+    if job.entry is not None and job.entry.command:
+        yield from _starting_scripts(job, job.entry, working_dir)
+
+
+def _starting_scripts(job: JobSpec, entry: EntrySpec, working_dir: Path) -> Iterator[Conflict]:
+    """Find a shell script that starts a launcher in each rank; what it does under a condition does not count."""
+    in_step = job.launcher == "slurm" and job.container is None
+    started = (each for words in started_by(entry) for each in commands_started(words))
+    for file in filter(None, map(script_of, started)):
+        text = ""
+        with contextlib.suppress(OSError):  # it may be there where the ranks run
+            text = (working_dir / Path(file).expanduser()).read_bytes()[:_MAX_SHELL_SCRIPT].decode(errors="replace")
+        if not _SHELL_SCRIPT.match(text):
+            continue
+        for command in (each for words in commands_in(text, always=True) for each in commands_started(words)):
+            starter, size = find_starter(command), job.resources.world_size
+            if starter and (found := starter_conflict(starter, entry, size, in_step=in_step, file=file)):
+                yield found
+                return
 
 
 _OF_A_BATCH_SCRIPT = {"name", "launcher", "device", "network", "hang", "hang_after", "entry", "slurm"}

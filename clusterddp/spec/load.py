@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import Problem, SpecError
-from clusterddp.spec.check import Submitted, check
+from clusterddp.spec.check import More, check, conflicts_here
 from clusterddp.spec.entry_section import EntrySpec
 from clusterddp.spec.keys import is_for_program, with_one_spelling
 from clusterddp.spec.layers import (
@@ -91,8 +91,8 @@ class Written:
     arguments: tuple[tuple[str, ...], ...]
     """The keys that arguments of the command line set or reset."""
     shared: SharedFiles
-    submitted: Submitted | None
-    """None: it is not submitted now."""
+    more: More
+    """Finds further conflicts, of a spec that is submitted now."""
 
 
 def load_spec(
@@ -190,13 +190,15 @@ def read_layers(
         text=text,
         arguments=tuple(override.path for override in arguments),
         shared=shared,
-        submitted=Submitted(environ=environ, working_dir=working_dir) if working_dir else None,
+        more=functools.partial(conflicts_here, working_dir=working_dir, environ=environ)
+        if working_dir
+        else lambda job: (),
     )
 
 
 def resolve(written: Written, tree: Mapping) -> tuple[ResolvedSpec | None, list[Problem]]:
     """Type a tree that was made from `written`; return a resolved spec, or problems."""
-    job, problems = check(tree, written.submitted)
+    job, problems = check(tree, written.more)
     if job is None:
         return None, problems
     origins = _origins(tree, job)

@@ -56,12 +56,17 @@ def submit(plan: Plan, report: Report = no_report) -> Submitted:
     recorded end says why.
     """
     environ = inherited_environment()
-    check_secrets(plan.secrets, environ)
-    check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    starter_named(plan.launcher, environ).check(plan)
+    check_start(plan, environ)
     demand_own(plan.runs_dir)
     plan = make_run(plan, environ)
     return start_attempt(RunDir(plan.run_dir), 0, report)
+
+
+def check_start(plan: Plan, environ: Mapping[str, str]) -> None:
+    """Check what a run needs here. Raises: UsageError, PreflightError: it could not start, with the reason."""
+    check_secrets(plan.secrets, environ)
+    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    starter_named(plan.launcher, environ).check(plan)
 
 
 def resume(
@@ -103,9 +108,7 @@ def resume(
         run, record
     )  # first: leftover processes may hold the run's GPUs
     plan = plan_again(run, environ, overrides)
-    check_secrets(plan.secrets, environ)
-    check_trainer(plan.gang, elsewhere=plan.elsewhere)
-    starter_named(plan.launcher, environ).check(plan)
+    check_start(plan, environ)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
     return start_attempt(run, number, report)

@@ -9,11 +9,10 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from clusterddp.errors import ClusterddpError, SlurmError
-from clusterddp.places.slurm.launcher import SlurmLauncher, submit_job, variables_for
+from clusterddp.places.slurm.launcher import submit_job, variables_for
 from clusterddp.places.slurm.queue import Slurm, scancel
 from clusterddp.places.slurm.state import wait_for_job
 from clusterddp.places.state import announce, read_state
-from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import cancelled
 from clusterddp.run.directory import RunDir
@@ -24,7 +23,7 @@ from clusterddp.run.steps import is_batch_script
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
 from clusterddp.submission.cancel import cancel
-from clusterddp.submission.submit import Submitted, record_end
+from clusterddp.submission.submit import Submitted, check_start, record_end
 from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep
 from clusterddp.submission.sweep_queue import cancel_queued, submit_to_queue
 from clusterddp.system.directories import remove_directory
@@ -46,9 +45,7 @@ def submit_sweep(plan: SweepPlan) -> Submitted:
     stays.
     """
     environ = inherited_environment()
-    check_secrets(plan.base.secrets, environ)
-    check_trainer(plan.base.gang, elsewhere=plan.base.elsewhere)
-    SlurmLauncher(environ).check(plan.base)
+    check_start(plan.base, environ)
     while True:
         try:
             ours = plan.job is not None and plan.job.directory is None

@@ -29,7 +29,6 @@ from clusterddp.places.ssh.sync import Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import read_plan
-from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.planning.processes import process_environment, queue_command
 from clusterddp.ranks.environment import COOKIE, inherited_environment
 from clusterddp.run.attempts import cancelled, claim, end_queued, end_run, final_end, read_end
@@ -42,6 +41,7 @@ from clusterddp.submission.cancel import cancel
 from clusterddp.submission.submit import (
     CANCELLED_IN_QUEUE,
     Submitted,
+    check_start,
     give_up_start,
     open_attempt,
     plan_again,
@@ -152,9 +152,7 @@ def resume_sweep(sweep: SweepDir) -> Submitted:
         failed = [run.name for run, view in views.items() if view.state.value == "FAILED"]
         hint = f"clusterddp resume {failed[0]} resumes one that failed" if failed else None
         raise UsageError(f"{sweep.name}: no run is left to start: {spell_states(views.values())}", hint=hint)
-    plan = read_plan(left[0])
-    check_secrets(plan.secrets, environ)
-    check_trainer(plan.gang, elsewhere=plan.elsewhere)
+    check_start(read_plan(left[0]), environ)
     for run in left:
         queue_again(run, views[run])
     return _start_queue(sweep, left, environ)

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from clusterddp.errors import ClusterddpError, PreflightError, UsageError
+from clusterddp.errors import ClusterddpError, PreflightError, SpecError, UsageError
 from clusterddp.planning.placement import Machine, Request, assign_gpus, plan_placement
 from clusterddp.planning.plan import ADJECTIVES, ANIMALS, Plan, choose_run_name, plan_run, rename_plan
 from clusterddp.run.gang import Gang
@@ -227,7 +227,7 @@ def test_the_data_directory_is_the_users_cache_by_default(tmp_path: Path, monkey
 
 def test_a_secret_that_is_not_set_is_refused_and_one_that_is_set_is_stored_nowhere(tmp_path: Path) -> None:
     text = "name: a\nsecrets: [API_KEY]\n"
-    with pytest.raises(UsageError, match="secrets: API_KEY not set"):
+    with pytest.raises(SpecError, match="API_KEY is not set in this environment"):
         plan_text(text, tmp_path, environ={})
     plan = plan_text(text, tmp_path, environ={"API_KEY": "hunter2"})
     assert plan.secrets == ("API_KEY",)
@@ -285,7 +285,7 @@ def test_a_runs_directory_whose_path_submitit_would_rewrite_is_refused(tmp_path:
 
 
 def test_a_script_that_is_not_there_is_refused_with_the_place_it_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=re.escape(f"entry.script: {tmp_path}/gone.py: no such file")):
+    with pytest.raises(SpecError, match=re.escape(f"entry.script: {tmp_path}/gone.py: no such file")):
         plan_text("name: a\nentry: {script: gone.py}\n", tmp_path)
 
 

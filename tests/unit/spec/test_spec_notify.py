@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.errors import SpecError, UsageError
+from clusterddp.errors import SpecError
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.model import NotifySpec
 from clusterddp.spec.sweep import load_sweep
@@ -64,7 +64,7 @@ def test_a_sweep_has_one_section_for_all_its_runs():
 
 def test_the_variable_of_an_address_is_a_secret_of_the_plan(tmp_path: Path):
     text = f"{ENTRY}notify: {{webhook: '${{HOOK}}'}}\n"
-    with pytest.raises(UsageError, match="HOOK not set"):
+    with pytest.raises(SpecError, match="HOOK is not set"):
         plan_text(text, tmp_path)
     plan = plan_text(text, tmp_path, environ={"PATH": "/bin", "HOOK": "https://example.org/hunter2"})
     assert plan.secrets == ("HOOK",)
