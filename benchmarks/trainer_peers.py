@@ -187,12 +187,12 @@ PEERS: dict[str, Callable[[argparse.Namespace, Any, Clock], dict[str, Any]]] = {
 def net_of(arguments: argparse.Namespace) -> Any:
     import torch
 
-    from clusterddp.train.models.conv3x3 import Conv3x3
+    from clusterddp.train.models.convolution import Conv
     from clusterddp.train.models.resnet import ResNet18
 
     net = ResNet18()
     for layer in net.modules():
-        if isinstance(layer, Conv3x3):
+        if isinstance(layer, Conv):
             layer.__class__ = torch.nn.Conv2d  # what a user of another loop has
     return net.to(memory_format=torch.channels_last) if arguments.best else net
 

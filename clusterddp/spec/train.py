@@ -82,6 +82,11 @@ class TrainSpec:
         "Arithmetic of the model; auto: bf16 where it is faster: GPUs that have it, CPUs on which two trial steps are "
         "faster.",
     )
+    kernels: Annotated[Literal["auto", "native"], Word] = key(
+        "auto",
+        "How convolutions are computed on CPUs; auto: each pass of a layer as is fastest, timed for 3 s at the start "
+        "of a run of 100 steps or more; native: by torch's own kernels.",
+    )
     seed: Seed = key(0, "Seed of weights, order and augmentation, 0 to 2^32-1.")
     deterministic: Switch = key(False, "Bit-equal results from run to run; slower on GPUs.")
     lr: Positive = key(0.1, "Peak learning rate, meant for a global batch of lr_batch images.")

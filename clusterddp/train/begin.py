@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import socket
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -26,13 +27,17 @@ from clusterddp.train.forward import (
     place_model,
     wrap_forward,
 )
-from clusterddp.train.group import Group, StopAgreement, gather_on_first, min_over_ranks
+from clusterddp.train.group import Group, StopAgreement, gather_on_first, max_of_each, min_over_ranks
 from clusterddp.train.host import ComputeSlot
+from clusterddp.train.models.convolution import NATIVE, Conv, Ways, choose_ways, shapes_of, time_ways
 from clusterddp.train.models.resnet import has_large_stem
 from clusterddp.train.optim import Muon, Schedule, build_optimizer, plan_schedule
 from clusterddp.train.report.figures import Meter
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState, restore_state, spec_changes
+
+_TIMING_S = 3.0  # of the ways to convolve, at most
+_WORTH_TIMING = 100  # steps of a run
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -84,6 +89,7 @@ def begin(setting: Setting) -> TrainState:
     file, saved = read_newest_on_all(setting.store, group, setting.reporter.log)
     model = place_model(spec, setting.dataset, group)
     precision = settle_precision(saved, model, setting)
+    kernels = settle_kernels(saved, model, precision, setting)
     optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))
     exchange = build_exchange(spec.comm, model, group, optimizer=optimizer)
     forward = wrap_forward(exchange.module, model, spec, group, precision=precision)
@@ -93,6 +99,7 @@ def begin(setting: Setting) -> TrainState:
         exchange=exchange,
         forward=forward,
         precision=precision,
+        kernels=kernels,
         meter=Meter(model, group),
         ema=Ema(model, spec.ema) if spec.ema else None,
         resumed_from=file,
@@ -120,6 +127,36 @@ def settle_precision(saved: dict[str, Any] | None, model: nn.Module, setting: Se
     precision, why = choose_precision(setting.spec, model, setting.dataset, setting.group)
     setting.reporter.log(f"precision auto: {precision}, {why}")
     return precision
+
+
+def settle_kernels(saved: dict[str, Any] | None, model: nn.Module, precision: str, setting: Setting) -> dict[str, Ways]:
+    """Let each convolution of `model` compute its passes in the way that is fastest on the slowest host.
+
+    One rank of each host times them, now or in an earlier attempt. Return the ways by the layers' names, where not
+    all are native.
+    """
+    spec, group, dataset = setting.spec, setting.group, setting.dataset
+    settled = {} if saved is None else {name: tuple(ways) for name, ways in saved.get("kernels", {}).items()}
+    on_cpu = group.device.type == "cpu" and not is_compiled(spec, group.device)
+    timed = on_cpu and not spec.deterministic and setting.schedule.total_steps >= _WORTH_TIMING
+    if saved is None and spec.kernels == "auto" and timed:
+        began = time.perf_counter()
+        shapes = shapes_of(model, torch.zeros(spec.batch_size, *dataset.image_shape))
+        distinct = list(dict.fromkeys(shapes.values()))
+        is_timed = not group.host_ranks or group.host_index == 0
+        dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+        rows = torch.tensor(time_ways(distinct, dtype, seconds=_TIMING_S if is_timed else 0), dtype=torch.float64)
+        rows = max_of_each(rows if is_timed else torch.zeros_like(rows), group)
+        ways = dict(zip(distinct, map(choose_ways, rows.tolist()), strict=True))
+        settled = {name: ways[shape] for name, shape in shapes.items() if ways[shape] != NATIVE}
+        chosen = "; ".join(f"{name} {', '.join(each)}" for name, each in settled.items())
+        seconds = time.perf_counter() - began
+        setting.reporter.log(f"kernels auto ({seconds:.1f} s; output, input, weights): {chosen or 'all native'}")
+    for name, ways_ in settled.items():
+        conv = model.get_submodule(name)
+        assert isinstance(conv, Conv)
+        conv.ways = ways_
+    return settled
 
 
 def compile_if_possible(state: TrainState, setting: Setting) -> None:

@@ -128,12 +128,16 @@ def sum_over_ranks(values: Tensor, group: Group) -> Tensor:
     return values
 
 
-def max_over_ranks(value: float, group: Group) -> float:
-    """Return the greatest of the ranks' values; it waits until all ranks call it."""
-    values = torch.tensor(value, dtype=torch.float64)
+def max_of_each(values: Tensor, group: Group) -> Tensor:
+    """Return the greatest of the ranks' values in each place of a tensor on the CPU, which is changed in place."""
     if group.world_size > 1:
         dist.all_reduce(values, op=dist.ReduceOp.MAX, group=group.control)
-    return values.item()
+    return values
+
+
+def max_over_ranks(value: float, group: Group) -> float:
+    """Return the greatest of the ranks' values; it waits until all ranks call it."""
+    return max_of_each(torch.tensor(value, dtype=torch.float64), group).item()
 
 
 def min_over_ranks(value: float, group: Group) -> float:

@@ -17,6 +17,7 @@ from clusterddp.train.evaluate import Ema, Evaluation
 from clusterddp.train.exchange import Exchange
 from clusterddp.train.group import Group, gather_on_first
 from clusterddp.train.host_copy import copy_to_host, cut_apart
+from clusterddp.train.models.convolution import Ways
 from clusterddp.train.optim import Schedule
 from clusterddp.train.report.figures import Meter, Totals, figures_of
 
@@ -32,6 +33,8 @@ class TrainState:
     """What a step calls for its forward pass: `model`, wrapped for the exchange."""
     precision: str
     """What the model computes in: fp32 or bf16."""
+    kernels: dict[str, Ways] = field(default_factory=dict)
+    """How convolutions are computed that are not all native, by the names of the layers."""
     meter: Meter
     ema: Ema | None = None
     epoch: int = 0
@@ -97,6 +100,7 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
         "best_accuracy": state.best_accuracy,
         "evaluation": None if state.evaluation is None else asdict(state.evaluation),
         "precision": state.precision,
+        "kernels": state.kernels,
         "comm": state.exchange.label,
         "own": gathered,
         "spec": spec.to_json(),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.train.models.conv3x3 import Conv3x3
+from clusterddp.train.models.convolution import Conv
 
 _WHITEN_KERNEL = 2
 _WHITEN_EPS = 5e-4  # added to the variances: keeps the faintest patch patterns from being blown up. Source: airbench94
@@ -106,9 +106,9 @@ class BiasBatchNorm(nn.BatchNorm2d):
         )
 
 
-def _dirac_conv(channels_in: int, channels_out: int) -> Conv3x3:
+def _dirac_conv(channels_in: int, channels_out: int) -> Conv:
     """Return a 3x3 convolution whose first `channels_in` outputs start as copies of the inputs."""
-    conv = Conv3x3(channels_in, channels_out)
+    conv = Conv(channels_in, channels_out)
     with torch.no_grad():
         nn.init.dirac_(conv.weight[:channels_in])
     return conv

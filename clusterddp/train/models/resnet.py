@@ -9,7 +9,7 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.nn import functional
 
-from clusterddp.train.models.conv3x3 import Conv3x3
+from clusterddp.train.models.convolution import Conv
 
 
 def has_large_stem(side: int) -> bool:
@@ -27,10 +27,7 @@ class ResNet18(nn.Module):
     def __init__(self, *, channels: int = 3, num_classes: int = 10, large_stem: bool = False) -> None:
         super().__init__()
         self.large_stem = large_stem
-        if large_stem:
-            self.conv1 = nn.Conv2d(channels, 64, 7, stride=2, padding=3, bias=False)
-        else:
-            self.conv1 = Conv3x3(channels, 64)
+        self.conv1 = Conv(channels, 64, 7, stride=2) if large_stem else Conv(channels, 64)
         self.bn1 = nn.BatchNorm2d(64)
         self.layer1 = _layer(64, 64, stride=1)
         self.layer2 = _layer(64, 128, stride=2)
@@ -61,16 +58,14 @@ class BasicBlock(nn.Module):
 
     def __init__(self, channels_in: int, channels_out: int, stride: int) -> None:
         super().__init__()
-        self.conv1 = Conv3x3(channels_in, channels_out, stride=stride)
+        self.conv1 = Conv(channels_in, channels_out, stride=stride)
         self.bn1 = nn.BatchNorm2d(channels_out)
-        self.conv2 = Conv3x3(channels_out, channels_out)
+        self.conv2 = Conv(channels_out, channels_out)
         self.bn2 = nn.BatchNorm2d(channels_out)
         self.downsample = (
             None
             if stride == 1 and channels_in == channels_out
-            else nn.Sequential(
-                nn.Conv2d(channels_in, channels_out, 1, stride=stride, bias=False), nn.BatchNorm2d(channels_out)
-            )
+            else nn.Sequential(Conv(channels_in, channels_out, 1, stride=stride), nn.BatchNorm2d(channels_out))
         )
 
     def forward(self, x: Tensor) -> Tensor:

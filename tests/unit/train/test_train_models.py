@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator
-from functools import partial
+from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +15,6 @@ from clusterddp.train.data.augment import augment, draw_transforms, normalize
 from clusterddp.train.data.dataset import Dataset, batch_indices, epoch_order, load_dataset
 from clusterddp.train.data.download import import_torchvision
 from clusterddp.train.models import _some_images, build_model
-from clusterddp.train.models.conv3x3 import Conv3x3, SmallMaps
 from clusterddp.train.models.fastnet import BiasBatchNorm, FastNet
 from clusterddp.train.models.resnet import ResNet18
 
@@ -257,56 +255,6 @@ def augmented(dataset: Dataset, indices: Tensor, spec: TrainSpec, epoch: int) ->
     transforms = draw_transforms(len(dataset.train_labels), mode=spec.augment, seed=spec.seed, epoch=epoch, side=32)
     images = dataset.train_images[indices]
     return augment(images, indices, transforms, mean=dataset.mean, std=dataset.std, channels_last=True)
-
-
-def gradients(convolve: Callable[[Tensor, Tensor], Tensor], *inputs: Tensor) -> tuple[Tensor, ...]:
-    x, weight = (tensor.clone().requires_grad_() for tensor in inputs)
-    y = convolve(x, weight)
-    return (y.detach(), *torch.autograd.grad((y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum(), (x, weight)))
-
-
-@pytest.mark.parametrize("size", [(1, 1), (2, 2), (3, 3), (4, 4), (7, 7), (1, 5), (6, 2)])
-def test_small_maps_are_convolved_as_torch_does(size: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    x, weight = torch.randn(5, 3, *size, dtype=torch.float64), torch.randn(4, 3, 3, 3, dtype=torch.float64)
-
-    found = gradients(SmallMaps.apply, x, weight)
-
-    torch.testing.assert_close(found, gradients(partial(functional.conv2d, padding=1), x, weight))
-
-
-def test_a_small_maps_weights_can_be_frozen_and_its_input_can_be_the_image() -> None:
-    x, weight = torch.randn(2, 3, 4, 4), torch.randn(5, 3, 3, 3)
-
-    SmallMaps.apply(x.requires_grad_(), weight).sum().backward()
-    SmallMaps.apply(x.detach(), weight.requires_grad_()).sum().backward()
-
-    assert (weight.grad is not None, x.grad is not None) == (True, True)
-
-
-@pytest.mark.parametrize("side", [2, 4, 7, 8])
-def test_a_3x3_convolution_in_bf16_is_near_that_in_fp32_and_keeps_the_layout(side: int) -> None:
-    torch.manual_seed(0)
-    x = torch.randn(8, 16, side, side).to(memory_format=torch.channels_last).requires_grad_()
-    conv = Conv3x3(16, 32).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-    found = {}
-    for bf16 in (False, True):
-        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
-            y = conv(x)
-        grads = torch.autograd.grad(y.float().square().sum(), (x, conv.weight))
-        found[bf16] = (y, *grads)
-
-    assert [tensor.dtype for tensor in found[True]] == [torch.bfloat16, torch.float32, torch.float32]
-    assert all(tensor.is_contiguous(memory_format=torch.channels_last) for tensor in found[True])
-    for near, exact in zip(found[True], found[False], strict=True):
-        assert (near.float() - exact).norm() < 0.01 * exact.norm()
-
-
-def test_a_3x3_convolution_in_fp32_is_torchs_to_the_last_bit() -> None:
-    torch.manual_seed(0)
-    conv, x = Conv3x3(4, 8), torch.randn(2, 4, 4, 4)
-
-    assert torch.equal(conv(x), functional.conv2d(x, conv.weight, padding=1))
 
 
 def test_a_set_that_lies_class_by_class_is_whitened_by_images_of_all_its_classes() -> None:
