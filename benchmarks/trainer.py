@@ -82,6 +82,11 @@ def cpu(arguments: argparse.Namespace) -> None:
                 take_turn=partial(ours_on_noise, place, warm=slow[0], steps=slow[1], threads=cores, precision="fp32"),
             ),
             Contender(
+                name="ours-native",
+                label="clusterddp, kernels: native",
+                take_turn=partial(ours, threads=cores, kernels="native"),
+            ),
+            Contender(
                 name="ours-2",
                 label="clusterddp, 2 ranks",
                 take_turn=partial(ours, ranks=2, threads=max(1, cores // 2), batch_size=64),

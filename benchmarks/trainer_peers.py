@@ -97,8 +97,9 @@ def modelarts(arguments: argparse.Namespace, data: Any, clock: Clock) -> dict[st
 def lightning(arguments: argparse.Namespace, data: Any, clock: Clock) -> dict[str, Any]:
     """Fit with Lightning's Trainer.
 
-    Defaults: nothing said but where to run. Best: what its pages advise for speed on a CPU: bf16-mixed, and nothing
-    beside the steps (no logger, checkpoints, progress bar or model summary); channels_last, as PyTorch's pages advise.
+    Defaults: nothing said but where to run. Best: what its pages advise for speed on a CPU: bf16-mixed if the CPU has
+    bf16, and nothing beside the steps (no logger, checkpoints, progress bar or model summary); channels_last, as
+    PyTorch's pages advise.
     """
     import torch
 
@@ -132,7 +133,7 @@ def lightning(arguments: argparse.Namespace, data: Any, clock: Clock) -> dict[st
                 trainer.should_stop = True
 
     quiet = {
-        "precision": "bf16-mixed",
+        "precision": "bf16-mixed" if has_bf16() else "32-true",
         "logger": False,
         "enable_checkpointing": False,
         "enable_progress_bar": False,
@@ -153,12 +154,12 @@ def lightning(arguments: argparse.Namespace, data: Any, clock: Clock) -> dict[st
 
 
 def accelerate(arguments: argparse.Namespace, data: Any, clock: Clock) -> dict[str, Any]:
-    """Train with the loop of Accelerate's quick tour; best: mixed_precision bf16 and channels_last."""
+    """Train with the loop of Accelerate's quick tour; best: channels_last, and bf16 if the CPU has it."""
     import torch
     from accelerate import Accelerator  # type: ignore[import-not-found]
     from torch.nn.functional import cross_entropy
 
-    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if arguments.best else None)
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if arguments.best and has_bf16() else None)
     model = net_of(arguments)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4)
     model, optimizer, batches = accelerator.prepare(model, optimizer, loader(data, arguments.batch))
@@ -182,6 +183,13 @@ PEERS: dict[str, Callable[[argparse.Namespace, Any, Clock], dict[str, Any]]] = {
     "lightning": lightning,
     "accelerate": accelerate,
 }
+
+
+def has_bf16() -> bool:
+    """Return whether this CPU has bf16: emulated, it is many times slower than fp32, and no flag for speed."""
+    from clusterddp.train.device import cpu_bf16_units
+
+    return any(cpu_bf16_units())
 
 
 def net_of(arguments: argparse.Namespace) -> Any:

@@ -32,8 +32,8 @@ class Peers:
         "accelerate": "Accelerate, defaults",
     }
     BEST: ClassVar[dict[str, str]] = {
-        "lightning": "Lightning, bf16-mixed, channels_last, no logger, bar or checkpoints",
-        "accelerate": "Accelerate, mixed_precision bf16, channels_last",
+        "lightning": "Lightning, bf16-mixed (if the CPU has it), channels_last, no logger, bar or checkpoints",
+        "accelerate": "Accelerate, mixed_precision bf16 (if the CPU has it), channels_last",
     }
 
     @classmethod
