@@ -118,7 +118,7 @@ def confirm(question: str, *, hint: str, refused: str) -> bool:
     Raises: UsageError: standard input is no terminal; `hint` names the option to use in its place.
     """
     if not sys.stdin.isatty():
-        raise UsageError("cannot ask: standard input is no terminal", hint=hint)
+        raise UsageError("cannot ask: standard input is not a terminal", hint=hint)
     try:
         return click.confirm(question, err=True)
     except click.Abort as abort:

@@ -309,7 +309,7 @@ class Section:
 
     def __init__(self, values: object, findings: Findings, name: str = "") -> None:
         if not isinstance(values, Mapping):
-            raise UsageError(f"{findings.source}: {name or 'it'} is no mapping of keys and values")
+            raise UsageError(f"{findings.source}: {name or 'it'} is not a mapping of keys and values")
         self._values = dict(values)
         self._findings = findings
         self._prefix = f"{name}." if name else ""

@@ -58,7 +58,7 @@ def read_step_of(run: RunDir, number: str | None, findings: Findings) -> None:
 def _choose(run: RunDir, number: str | None) -> tuple[RunDir, StepRecord, Gang]:
     """Choose a step that has started ranks; of one that torchrun has started again, the last round."""
     if not is_batch_script(run):
-        raise UsageError(f"{run.name}: is no run of a batch script", hint="clusterddp submit RUN runs its spec again")
+        raise UsageError(f"{run.name} is not a run of a batch script", hint="clusterddp submit RUN runs its spec again")
     found: dict[str, tuple[RunDir, StepRecord, Gang]] = {}
     attempts = RunDir(run.path).attempts()
     for step in steps_of(run, attempts[-1].number) if attempts else ():

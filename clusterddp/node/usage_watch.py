@@ -103,7 +103,7 @@ class UsageWatch:
             node = build(_NODE, report)
             ranks = {int(rank): build(_RANK, each) for rank, each in node["ranks"].items()}
         except ValueError as error:
-            log_line(f"node {node_rank} answers what is no use of ranks: {error}")
+            log_line(f"node {node_rank} sends something other than the use of its ranks: {error}")
             return
         # The head asks, and answers for its own ranks, by one clock.
         there_s, here_s = node["received"] - node["asked"], node["sent"] - got

@@ -333,7 +333,7 @@ def _plan_files(
         raise ClusterddpError(
             f"{root}: the snapshot of the code would hold {total / 1e6:.0f} MB, more than {MAX_BYTES / 1e6:.0f} MB; "
             f"largest: {', '.join(_largest(measured.sizes))}",
-            hint="let .gitignore leave out what is no code, or write `snapshot: false` in the spec",
+            hint="let .gitignore leave out what is not code, or write `snapshot: false` in the spec",
         )
     return SnapshotPlan(
         source="git",

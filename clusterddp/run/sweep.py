@@ -67,8 +67,8 @@ class SweepDir:
             raise ClusterddpError(f"{self.tasks}: the list of the sweep's runs is missing") from error
         invalid = next((name for name in names if not is_run_name(name)), None)
         if invalid is not None or len(set(names)) < len(names):
-            what = "it names a run twice" if invalid is None else f"{invalid!r:.60} is no name of a run"
-            raise ClusterddpError(f"{self.tasks}: is no list of runs: {what}")
+            what = "it names a run twice" if invalid is None else f"{invalid!r:.60} is not the name of a run"
+            raise ClusterddpError(f"{self.tasks}: is not a list of runs: {what}")
         return names
 
     def runs(self) -> list[RunDir]:

@@ -318,7 +318,7 @@ def _local_rank_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
         )
     if entry.local_rank_arg and entry.owns_ranks:
         yield Conflict(
-            ("entry.local_rank_arg", "entry.owns_ranks"), "a program that starts its ranks itself is no local rank"
+            ("entry.local_rank_arg", "entry.owns_ranks"), "a program that starts its ranks itself is not a local rank"
         )
 
 

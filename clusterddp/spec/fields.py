@@ -382,7 +382,7 @@ def read_host(value: object) -> str:
         if numbered := re.fullmatch("([^:]+):[0-9]+", name):
             hint = f"{{host: {numbered[1]}, gpus: N}} sets the number of GPUs; a port belongs in ssh_config"
             raise problem(f'found "{name}", expected a host without a number behind it', hint)
-        refuse(value, f"{_HOST_WORDS}; {name!r} is no host")
+        refuse(value, f"{_HOST_WORDS}; {name!r} is not a host")
     return text
 
 

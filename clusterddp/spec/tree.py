@@ -297,7 +297,7 @@ def read_bytes(
         found = os.fstat(descriptor)
         mode = found.st_mode
         if not stat.S_ISREG(mode):
-            kind = "a directory" if stat.S_ISDIR(mode) else "no regular file"
+            kind = "a directory" if stat.S_ISDIR(mode) else "not a regular file"
             hint = None if stat.S_ISDIR(mode) else "- reads it from the standard input"
             raise spec_error(Place(source=str(path)), f"is {kind}, expected {expected}", hint)
         if check is not None:

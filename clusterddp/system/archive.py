@@ -98,7 +98,7 @@ def unpack(read: Read, target: Path, *, read_only: bool) -> tuple[Entry, ...]:
                         _write_file(content, os.path.join(base, entry.name), entry, read_only)
                     entries.append(entry)
     except tarfile.TarError as error:
-        raise ClusterddpError(f"what arrived is no complete archive ({error}); none of the files are kept") from error
+        raise ClusterddpError(f"what arrived is an incomplete archive ({error}); none of the files are kept") from error
     for entry in entries:
         if entry.kind == "link":
             with _refusing(entry):

@@ -192,7 +192,7 @@ def from_json(rows: Any) -> Iterator[Entry]:
     for name, kind, size, mtime_ns, link, content in build(list[tuple[str, str, int, int, str, str]], rows, "rows"):
         raw = as_bytes(name)
         if kind not in KINDS or not is_safe_name(raw):
-            raise ValueError(f"{name!r:.80} ({kind!r:.20}) is no valid entry")
+            raise ValueError(f"{name!r:.80} ({kind!r:.20}) is not a valid entry")
         sum_ = bytes.fromhex(content)
         yield Entry(name=raw, kind=kind, size=size, mtime_ns=mtime_ns, link=as_bytes(link), sum=sum_)
 

@@ -79,7 +79,7 @@ def read_json(path: Path, *, follow: bool = False) -> Any | None:
     except ValueError as error:
         raise ClusterddpError(f"{path}: not JSON: {error}") from error
     if value is None:
-        raise ClusterddpError(f"{path}: contains null, which is no record")
+        raise ClusterddpError(f"{path}: contains null, which is not a record")
     return value
 
 
@@ -116,10 +116,10 @@ def open_regular(path: Path | bytes, *, follow: bool = False) -> BinaryIO:
     except OSError as error:
         if error.errno not in (errno.ELOOP, errno.ENXIO):  # a link, or a socket
             raise
-        raise ClusterddpError(f"{os.fsdecode(path)}: is no regular file") from error
+        raise ClusterddpError(f"{os.fsdecode(path)}: is not a regular file") from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
-        raise ClusterddpError(f"{os.fsdecode(path)}: is no regular file")
+        raise ClusterddpError(f"{os.fsdecode(path)}: is not a regular file")
     return open(descriptor, "rb")
 
 

@@ -349,7 +349,7 @@ def parse_since(text: str, *, now: float) -> float:
         return datetime.datetime.fromisoformat(re.sub(r"[zZ]$", "+00:00", text.strip())).timestamp()
     except (ValueError, OverflowError, OSError):
         raise UsageError(
-            f"--since {printable(text)}: is no time", hint="write 90s, 10m, 2h or 1d, or 2026-01-31T14:30"
+            f"--since {printable(text)}: is not a time", hint="write 90s, 10m, 2h or 1d, or 2026-01-31T14:30"
         ) from None
 
 
@@ -368,7 +368,7 @@ def parse_pattern(text: str) -> Callable[[bytes], bool]:
         what = getattr(error, "msg", None) or str(error)
         at = "" if where is None else f' at character {where + 1}, before "{printable(text[where : where + 20])}"'
         raise UsageError(
-            f"--grep {printable(text)}: is no regular expression: {what}{at}",
+            f"--grep {printable(text)}: is not a regular expression: {what}{at}",
             hint="write \\ before a character that is meant as itself: \\(",
         ) from None
     return lambda line: pattern.search(line.rstrip(b"\r\n").decode(errors="replace")) is not None

@@ -352,7 +352,7 @@ _OF_PROGRAMS = (
     (r"op\.preamble\.length", "in a collective all ranks have tensors of the same sizes, in the same order"),
     ("worker .*(exited unexpectedly|signal: (Seg|Abort))", "num_workers=0 shows the exception of the loader's worker"),
     (r"exited with code 127\b", "a command was not found there: setup, venv, conda or env: {PATH: ...} in the spec"),
-    (r"exited with code 126\b", "a file there is no program, or not executable: chmod +x"),
+    (r"exited with code 126\b", "a file there is not a program, or not executable: chmod +x"),
     ("ModuleNotFoundError", "venv, conda, python or setup of the spec choose the Python of the ranks"),
 )
 _KINDS: dict[str, Diagnosis] = {

@@ -175,7 +175,7 @@ class Loss:
 CLOSED = Loss("closed", "the connection was closed")
 HOST_SILENT = Loss("host_silent", "its host does not answer")
 """The host does not answer, not only a process there."""
-NOT_OURS = Loss("stranger", "it sent data that is no message of this protocol")
+NOT_OURS = Loss("stranger", "it sent data that is not a message of this protocol")
 
 
 def no_key(protocol: Protocol) -> Loss:

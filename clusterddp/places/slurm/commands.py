@@ -97,7 +97,7 @@ def call_slurm(
     program = shutil.which(argv[0], path=environment.get("PATH"))
     if program is None:
         raise SlurmError(
-            f"{argv[0]}: no such command here; this machine is no part of a Slurm cluster",
+            f"{argv[0]}: no such command here; this machine is not part of a Slurm cluster",
             hint="submit from a login node of the cluster",
             transient=False,
             reason="no command",

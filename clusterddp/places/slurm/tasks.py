@@ -122,7 +122,7 @@ class Tasks:
         for sock, _ in self._acceptor.accept(now):
             pid, uid = peer_of(sock)
             if uid != os.getuid():
-                self._refusals.add(f"process {pid} of user {uid} is no task of this run", now)
+                self._refusals.add(f"process {pid} of user {uid} is not a task of this run", now)
                 sock.close()
                 continue
             sock.setblocking(False)

@@ -144,7 +144,7 @@ def _resolve_jumps(host: str, jump: str, environ: Mapping[str, str], *, depth: i
     for text in jump.split(","):
         match = _JUMP.fullmatch(text.strip())
         if match is None:
-            raise SshError(host, "resolve", f"ProxyJump {text!r} is no host", hint=f"ssh -G {host} | grep proxyjump")
+            raise SshError(host, "resolve", f"ProxyJump {text!r} is not a host", hint=f"ssh -G {host} | grep proxyjump")
         options = [] if not jumps else ["-o", "ProxyJump=none"]
         options += ["-l", match["user"]] if match["user"] else []
         options += ["-p", match["port"]] if match["port"] else []

@@ -200,7 +200,7 @@ def _check_pinned(destination: Destination, shown: HostKey, pinned: str) -> None
         try:
             expected = HostKey(type="", blob=base64.b64decode(pinned.split()[1], validate=True)).fingerprint
         except (IndexError, ValueError) as error:
-            found = f"host_key {pinned!r} is no key"
+            found = f"host_key {pinned!r} is not a key"
             raise SshError(destination.host, "host key", found, hint="SHA256:... or `TYPE BASE64`") from error
     if shown.fingerprint != expected:
         found = f"the host shows {shown.type} {shown.fingerprint}, the pinned host_key is {expected}"

@@ -301,7 +301,7 @@ class MeetingServer:
         """What another participant 0, which listens at that address, has answered."""
         if seat.hosts and not any(map(_is_here, seat.hosts)):
             named = f"{seat.hosts[0]} (from {seat.hosts_from})"
-            self._elsewhere = f"; {named} is no address of {own.host}, where {seat.noun} 0 is"
+            self._elsewhere = f"; {named} is not an address of {own.host}, where {seat.noun} 0 is"
             threading.Thread(target=self._look_for_twin, daemon=True).start()
 
     def release(self) -> list[Connection]:

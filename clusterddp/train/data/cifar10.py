@@ -93,7 +93,7 @@ def _read_batch(path: Path) -> tuple[Tensor, list[int], str]:
         raise ClusterddpError(f"{path}: a {type(batch).__name__}, where a batch of CIFAR-10 is a dict")
     data, labels = (batch.get(name.encode(), batch.get(name)) for name in ("data", "labels"))
     if not isinstance(data, _Array):
-        raise ClusterddpError(f"{path}: data is no array, expected uint8 [n, {_PIXELS}]")
+        raise ClusterddpError(f"{path}: data is not an array, expected uint8 [n, {_PIXELS}]")
     try:
         images = data.pixels()
     except ValueError as error:

@@ -288,7 +288,7 @@ def _check_finite(losses: list[float], norm: float, *, last_step: int) -> None:
         what = f"the gradients of step {last_step} have the norm {norm}"
     if what is not None:
         raise ClusterddpError(
-            f"training has gone astray: {what}",
+            f"training diverged: {what}",
             hint="lower train.lr, lengthen train.warmup, or set train.precision to fp32; checkpoints before it are "
             "sound",
         )

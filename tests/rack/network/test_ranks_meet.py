@@ -118,7 +118,7 @@ def test_an_address_where_rank_0_is_not_is_named_by_all(gang: Hosts) -> None:
     errors = gang.fail(
         gang.start("node1", 0, world_size=2, **elsewhere), gang.start("node2", 1, world_size=2, **elsewhere)
     )
-    assert "node3 (from MASTER_ADDR) is no address of node1, where rank 0 is" in errors[0]
+    assert "node3 (from MASTER_ADDR) is not an address of node1, where rank 0 is" in errors[0]
     assert "rank 1 on node2 did not reach rank 0 at node3" in errors[1]
 
 

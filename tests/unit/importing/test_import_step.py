@@ -121,5 +121,5 @@ def test_a_program_with_a_hidden_secret_and_a_run_of_a_spec_are_refused(tmp_path
     add_step(run, program=("python", "t.py", "--token", "mum-4711"))
     with pytest.raises(UsageError, match="an argument of step 0 is a secret"):
         import_step(run, None)
-    with pytest.raises(UsageError, match="is no run of a batch script"):
+    with pytest.raises(UsageError, match="is not a run of a batch script"):
         import_step(make_run(tmp_path, "calm-otter-4"), None)

@@ -184,7 +184,7 @@ def test_a_file_is_read_up_to_one_megabyte(tmp_path: Path) -> None:
 
 def test_devices_directories_and_missing_files_are_refused(tmp_path: Path) -> None:
     for path, words in [
-        (Path("/dev/zero"), "is no regular file"),
+        (Path("/dev/zero"), "is not a regular file"),
         (tmp_path, "is a directory"),
         (tmp_path / "none.yaml", "cannot be read: No such file"),
         (tmp_path / "nul\0.yaml", "cannot be read"),

@@ -94,7 +94,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path: Path, make: object) -> Non
     path = tmp_path / "metrics.jsonl"
     make(path)  # type: ignore[operator]
     for read in (open_regular, lambda path: read_regular(path, 10), lambda path: read_last_lines(path, 10)):
-        with pytest.raises(ClusterddpError, match=r"metrics\.jsonl: is no regular file"):
+        with pytest.raises(ClusterddpError, match=r"metrics\.jsonl: is not a regular file"):
             read(path)
 
 

@@ -187,7 +187,7 @@ def test_any_flipped_byte_is_read_or_named_but_never_crashes(cifar10_dir: Path) 
         ({"labels": np.zeros(4, np.int64)}, "labels are not a list of integers"),
         ({"data": np.zeros((4, 3071), np.uint8)}, r"dtype u1 and shape \(4, 3071\) .*, expected uint8 \[n, 3072\]"),
         ({"data": np.zeros((4, 3072), np.int16)}, r"dtype i2 and shape \(4, 3072\)"),
-        ({"data": [1, 2, 3]}, "data is no array"),
+        ({"data": [1, 2, 3]}, "data is not an array"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_named(cifar10_dir: Path, changes: dict[str, Any], complaint: str) -> None:

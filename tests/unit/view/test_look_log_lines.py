@@ -71,7 +71,7 @@ def test_since_without_a_zone_is_local_time() -> None:
 
 @pytest.mark.parametrize("text", ["", "10", "m", "-5m", "yesterday", "2027-13-01"])
 def test_since_that_is_no_time_is_refused(text: str) -> None:
-    with pytest.raises(UsageError, match="is no time"):
+    with pytest.raises(UsageError, match="is not a time"):
         parse_since(text, now=T0)
 
 

@@ -295,5 +295,5 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(tmp_path: Path) -> None:
     run = make_run(tmp_path)
     run.record.unlink()
     os.mkfifo(run.record)
-    with pytest.raises(ClusterddpError, match="is no regular file"):
+    with pytest.raises(ClusterddpError, match="is not a regular file"):
         read_status(run)

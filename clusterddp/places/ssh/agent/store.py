@@ -347,7 +347,7 @@ def _describe(place: Place, entry: Entry) -> str:
     parents = [name for name, is_folder in place.folders.items() if not is_folder and entry.name.startswith(name)]
     if parents:
         path = os.path.join(os.fsencode(place.path), min(parents, key=len)).rstrip(b"/")
-        return f"{show(path)}: there is something that is no directory"
+        return f"{show(path)}: there is something that is not a directory"
     with contextlib.suppress(OSError):
         here = read_entry(os.fsencode(place.path), entry.name)
         if here is not None and here.is_file and entry.is_file:
