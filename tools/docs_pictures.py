@@ -40,7 +40,7 @@ def make_pictures() -> dict[Path, str]:
 
 
 def status_text() -> str:
-    """Return what `status` prints for the run that lies in docs/pictures/runs, colours included."""
+    """Return what `status` prints for the run in docs/pictures/runs, colours included."""
     return _run(["status", "brisk-otter-3"], files=["docs/pictures/runs"])
 
 
@@ -86,7 +86,7 @@ def _run(arguments: list[str], *, files: list[str]) -> str:
         )
         if done.returncode not in {0, 3}:
             raise RuntimeError(f"clusterddp {' '.join(arguments)}: exit code {done.returncode}: {done.stderr}")
-        return done.stdout.replace(str(place), _WHERE)
+        return done.stdout.replace(str(place), _WHERE).replace(" home/", " /home/me/")
 
 
 def _svg(title: str, text: str) -> str:

@@ -30,7 +30,7 @@ _SHELL = ("/bin/sh", "-c", 'exec "${SHELL:-/bin/sh}"')
 def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, runs_dir: Path) -> NoReturn:
     """Run a command, or without CMD a shell, beside a running rank: on its machine, in its job, with its environment.
 
-    It is srun on Slurm and your own ssh over SSH. The command is no rank: RANK, MASTER_PORT and the like are
+    It is srun on Slurm and your own ssh over SSH. The command is not a rank: RANK, MASTER_PORT and so on are
     CLUSTERDDP_EXEC_RANK, CLUSTERDDP_EXEC_MASTER_PORT there. It is killed when its run ends. The exit code is its own.
 
     \b

@@ -62,12 +62,12 @@ class RackError(Exception):
 def find_obstacle(*, accounting: bool = False) -> str:
     """Say why no rack, or none with accounting, can run here; or nothing."""
     if os.geteuid() != 0:
-        return "the rack needs root"
+        return "the test cluster needs root"
     missing = [tool for tool in TOOLS + ACCOUNTING_TOOLS * accounting if shutil.which(tool, path=SYSTEM_PATH) is None]
     if missing:
-        return f"the rack needs {', '.join(missing)}; hint: tests/testbed/install"
+        return f"the test cluster needs {', '.join(missing)}; hint: tests/testbed/install"
     probe = subprocess.run([*UNSHARE, "true"], check=False, capture_output=True, text=True)
-    return f"the rack needs namespaces: {probe.stderr.strip()}" if probe.returncode else ""
+    return f"the test cluster needs namespaces: {probe.stderr.strip()}" if probe.returncode else ""
 
 
 @dataclass(kw_only=True)

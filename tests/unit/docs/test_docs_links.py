@@ -118,6 +118,16 @@ def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 150
 
 
+def test_readme_has_the_measured_ratios() -> None:
+    """Those against the others' best flags stand beside the one against a plain loop, as the benchmark wrote them."""
+    table = (DOCS / "benchmarks.md").read_text()
+    measured = dict(re.findall(r"^\| CPU: against (.+?) \| [\d.]+ \| ([\d.]+) ", table, re.MULTILINE))
+    lightning, accelerate = measured["Lightning's best flags"], measured["Accelerate's best flags"]
+    plain = f"{float(measured['the kuangliu loop']):.1f}"
+    row = next(line for line in (ROOT / "README.md").read_text().splitlines() if line.startswith("| ResNet-18"))
+    assert re.findall(r"\b\d\.\d+\b", row) == [lightning, accelerate, plain]
+
+
 @pytest.mark.parametrize("task", TASKS)
 def test_a_page_for_one_task_is_short(task: str) -> None:
     assert len((DOCS / f"{task}.md").read_text().split()) < MOST_WORDS_OF_A_TASK
