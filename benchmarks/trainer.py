@@ -215,8 +215,9 @@ def curve(arguments: argparse.Namespace) -> None:
 def ours_on_noise(
     place: LocalPlace, *, warm: int, steps: int, ranks: int = 1, threads: int, batch_size: int = 128, **more: Any
 ) -> Turn:
-    settings = {**NOISE, "samples": 1280, "log_every": warm, "max_steps": 2 * warm + steps, **more}
-    return place.turn(ranks=ranks, threads=threads, warm_steps=warm, last_steps=warm, batch_size=batch_size, **settings)
+    settings = {**NOISE, "samples": 1280, "log_every": warm, "batch_size": batch_size, **more}
+    stop_after = 2 * warm + steps
+    return place.turn(ranks=ranks, threads=threads, warm_steps=warm, last_steps=warm, stop_after=stop_after, **settings)
 
 
 @contextlib.contextmanager

@@ -40,12 +40,14 @@ class LocalPlace:
         nodes: int = 1,
         warm_steps: int = 0,
         last_steps: int = 0,
+        stop_after: int | None = None,
         device: str = "cpu",
         **train: Any,
     ) -> Turn:
         """Submit a run of `ranks` ranks on each of `nodes`, all this machine; wait for its end, read it, and remove it.
 
-        Neither the first `warm_steps` nor the `last_steps` are timed.
+        Neither the first `warm_steps` nor the `last_steps` are timed. `stop_after`: it is cancelled after so many
+        steps, for a short run does not time its kernels.
         """
         gpus = {"gpus_per_node": ranks} if device == "gpu" else {}
         spec = {
@@ -57,7 +59,31 @@ class LocalPlace:
         }
         job = self.path / "job.yaml"
         job.write_text(json.dumps(spec))  # JSON is YAML
-        return self.job_turn(job, warm_steps=warm_steps, last_steps=last_steps, comm=train.get("comm", "exact"))
+        comm = train.get("comm", "exact")
+        if stop_after is None:
+            return self.job_turn(job, warm_steps=warm_steps, last_steps=last_steps, comm=comm)
+        global_batch = ranks * nodes * train["batch_size"]
+        return self._stopped_turn(job, stop_after, warm_steps=warm_steps, last_steps=last_steps, batch=global_batch)
+
+    def _stopped_turn(self, job: Path, stop_after: int, *, warm_steps: int, last_steps: int, batch: int) -> Turn:
+        submitted = self._clusterddp("submit", str(job), "-o", "json")
+        if submitted.returncode:
+            raise UnavailableError(f"submit: {last_line(submitted.stderr)}")
+        run = RunDir(Path(json.loads(submitted.stdout)["run_dir"]))
+        try:
+            deadline = time.monotonic() + TURN_LIMIT_S
+            while not (rows := train_rows(run)) or rows[-1]["step"] < stop_after:
+                if (
+                    time.monotonic() > deadline
+                    or self._clusterddp("wait", run.name, "--timeout", "0.5").returncode == 0
+                ):
+                    raise UnavailableError(f"the run came to no {stop_after} steps")
+            facts = {key: rows[-1][key] for key in _FACTS if rows[-1].get(key) is not None}
+            rows = [row for row in rows if row["step"] <= stop_after]
+            return turn_of(rows, facts, warm_steps=warm_steps, last_steps=last_steps, global_batch=batch)
+        finally:
+            self._clusterddp("cancel", run.name)
+            shutil.rmtree(run.path, ignore_errors=True)
 
     def job_turn(
         self, job: Path, *overrides: str, warm_steps: int = 0, last_steps: int = 0, comm: str = "exact"
@@ -145,15 +171,25 @@ def read_turn(run: RunDir, *, warm_steps: int, comm: str, last_steps: int = 0) -
     done = summary.get("comm", "exact")
     if comm != done:
         raise UnavailableError(f"comm {comm} was asked for, and this trainer did {done}")
-    rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "train"]
-    timed = [row for row in rows if warm_steps < row["step"] <= rows[-1]["step"] - last_steps]
+    facts = {key: summary[key] for key in _FACTS + _TIMES if summary.get(key) is not None}
     global_batch = summary["samples"] // summary["steps"]
+    return turn_of(train_rows(run), facts, warm_steps=warm_steps, last_steps=last_steps, global_batch=global_batch)
+
+
+def train_rows(run: RunDir) -> list[dict[str, Any]]:
+    return [row for row in read_jsonl(run.metrics) if row["kind"] == "train"]
+
+
+def turn_of(
+    rows: list[dict[str, Any]], facts: dict[str, Any], *, warm_steps: int, last_steps: int, global_batch: int
+) -> Turn:
+    """Read the turn of a run whose summary has `facts` from its rows, between the first and the last steps."""
+    timed = [row for row in rows if warm_steps < row["step"] <= rows[-1]["step"] - last_steps]
     steps = timed[-1]["step"] - warm_steps
     seconds, before = 0.0, warm_steps
     for row in timed:
         seconds += (row["step"] - before) * global_batch / row["images_per_s"]
         before = row["step"]
-    facts = {key: summary[key] for key in _FACTS + _TIMES if summary.get(key) is not None}
     for key in _FIGURES:
         values = [row[key] for row in timed if row.get(key) is not None]
         facts |= {key: statistics.fmean(values)} if values else {}

@@ -36,7 +36,7 @@ from clusterddp.train.report.figures import Meter
 from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState, restore_state, spec_changes
 
-_TIMING_S = 3.0  # of the ways to convolve, at most
+_TIMING_S = 2.5  # of the ways to convolve; a trial that has begun is not cut off
 _WORTH_TIMING = 100  # steps of a run
 
 
