@@ -39,7 +39,8 @@ device: cpu
 resources: {{nodes: 2, procs_per_node: 1, cpus_per_task: 1}}
 {more}
 train:
-  {{model: fastnet, width: 0.125, precision: fp32, samples: 320, batch_size: 16, epochs: 10, lr: 0.2, log_every: 5}}
+  {{model: fastnet, width: 0.125, precision: fp32, kernels: native, samples: 320, batch_size: 16,
+   epochs: 10, lr: 0.2, log_every: 5}}
 """
 SSH = "ssh: {hosts: [node1, node2]}\npython: /opt/bare/bin/python"
 ENDS_WITHIN_S = 300.0

@@ -24,8 +24,8 @@ device: cpu
 restarts: 3
 resources: {{nodes: 2, procs_per_node: 1{resources}}}
 train:
-  {{model: fastnet, width: 0.125, precision: fp32, samples: 320, batch_size: 16, epochs: {epochs}, lr: 0.2,
-   log_every: 5}}
+  {{model: fastnet, width: 0.125, precision: fp32, kernels: native, samples: 320, batch_size: 16,
+   epochs: {epochs}, lr: 0.2, log_every: 5}}
 """
 EPOCHS = 10
 
