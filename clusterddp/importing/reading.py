@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.importing.files import (
@@ -72,7 +72,12 @@ def import_files(paths: Sequence[Path], *, kind: Kind | None = None) -> Imported
                 f"{path}: sets {', '.join(twice)}, and so does a file before it", hint="import each separately"
             )
         for key, value in findings.values.items():
-            _merge(merged.values, key, value)
+            if key == "env":
+                merged.values.setdefault("env", {}).update(value)
+            elif key == "secrets":
+                merged.values["secrets"] = list(dict.fromkeys([*merged.values.get("secrets", []), *value]))
+            else:
+                merged.values.setdefault(key, value)
         merged.left += findings.left
         merged.hint = merged.hint or findings.hint
     merged.values.setdefault("name", spec_name(paths[0].stem))
@@ -148,15 +153,6 @@ def _kind_of(path: Path, text: str) -> Kind:
         f"{path}: is of no known kind: no #SBATCH line, no {GLUON_SECTION}, no hosts with slots, no NAME=value lines",
         hint=f"--from names its kind: {', '.join(KINDS)}",
     )
-
-
-def _merge(values: dict[str, Any], key: str, value: Any) -> None:
-    if key == "env":
-        values.setdefault("env", {}).update(value)
-    elif key == "secrets":
-        values["secrets"] = list(dict.fromkeys([*values.get("secrets", []), *value]))
-    else:
-        values.setdefault(key, value)
 
 
 def write_spec(findings: Findings) -> Imported:

@@ -45,7 +45,7 @@ _DIRECTORIES = frozenset({"cd", "pushd", "popd"})
 _SOURCED = (
     "a job does not have all variables of your shell, and a setup line may need one of them: in the shell that submits"
 )
-_ACTIVATE = re.compile(r"(\S+)/bin/activate")
+_ACTIVATE = re.compile(r"(?:source|\.) ([^\s$'\"]+)/bin/activate|conda activate ([^\s$'\"]+)")
 _ON_EACH_NODE = words("HOME USER LOGNAME TMPDIR SLURM_JOB_ID")
 """Variables that a job has on its nodes, besides those that are passed on."""
 _OTHER = "a command other than the one that trains; what a node needs first goes into a script that entry.command runs"
@@ -103,7 +103,7 @@ def read_batch_script(text: str, findings: Findings) -> None:
     given = read_srun(launch.srun or [], job, line, findings)
     sizes = read_sizes(given, findings.refuse)
     _name(given, findings)
-    _set_up(chosen.setup, findings)
+    _set_up(chosen.setup, "" if launch.kind == "command" else launch.python, findings)
     for name, (value, exported_at) in chosen.exports.items():
         if not set_variable(name, value, findings, exported_at, cores=sizes.cpus_per_task):
             findings.refuse(f"{name}={value.text}", "a shell computes the value", exported_at)
@@ -218,31 +218,35 @@ def _is_known_there(statement: Statement, exports: Mapping[str, tuple[Word, int]
     )
 
 
-def _set_up(statements: Sequence[Statement], findings: Findings) -> None:
-    """Write the lines that set up the environment; an activated environment is a key where no line comes before it."""
+def _set_up(statements: Sequence[Statement], python: str, findings: Findings) -> None:
+    """Write the lines that set up the environment; an activated environment is a key where no line comes before it.
+
+    `python`: the path that the command has; unless it is in that environment, it is the key.
+    """
     lines = [statement.text for statement in statements]
-    named = [
-        line.split() for line in lines if re.match(r"(conda|mamba|micromamba) activate |(source|\.) .*activate", line)
-    ]
-    words_of = named[0] if len(named) == 1 else []
-    path = _ACTIVATE.fullmatch(words_of[1]) if len(words_of) == 2 else None
-    if path and "$" not in path[1]:
-        findings.set("venv", path[1])
-        lines.remove(" ".join(words_of))
-    elif len(words_of) == 3 and lines[0] == " ".join(words_of) and words_of[0] == "conda" and "$" not in words_of[2]:
-        findings.set("conda", words_of[2])
-        lines.remove(" ".join(words_of))
+    named = [line for line in lines if re.match(r"(conda|mamba|micromamba) activate |(source|\.) .*activate", line)]
+    found = _ACTIVATE.fullmatch(named[0]) if len(named) == 1 else None
+    venv, conda = found.groups() if found else (None, None)
+    if venv and python.rpartition("/")[0] in ("", f"{venv}/bin"):
+        findings.set("venv", venv)
+        lines.remove(named[0])
+    elif python:
+        findings.set("python", python)
+    elif conda and lines[0] == named[0]:
+        findings.set("conda", conda)
+        lines.remove(named[0])
     if lines:
         findings.set("setup", lines)
 
 
 def _read_command(rest: Sequence[Word], statement: Statement, findings: Findings) -> Launch | None:
-    if rest[0].computed or re.match(r"\w+(\+|\[.*\])?=", rest[0].text):
-        findings.refuse(statement.text, "a shell computes the command", statement.line)
     try:
         launch = read_launch(rest)
     except UsageError as error:
         findings.refuse(statement.text, error.message, statement.line)
+    is_computed = rest[0].computed and not (launch and launch.python)
+    if is_computed or re.match(r"\w+(\+|\[.*\])?=", rest[0].text):
+        findings.refuse(statement.text, "a shell computes the command", statement.line)
     if launch is None:
         if rest[0].text not in {"echo", "printf"} and (
             inner := name_launcher(rest) or name_launcher(rest[1:], or_python=True)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import shlex
+from collections.abc import Mapping
 
 from clusterddp.errors import UsageError
-from clusterddp.importing.files import Findings, set_variable
+from clusterddp.importing.files import PASSED_ON, Findings, set_variable
 from clusterddp.importing.job import SUBMIT_THERE, set_program, set_sizes, translate_options
+from clusterddp.planning.python import find_activated, kind_of
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import read_gang, read_run
@@ -15,11 +17,15 @@ from clusterddp.run.steps import StepRecord, is_batch_script, read_step, steps_o
 from clusterddp.spec.launch_options import SRUN, Option, Word, take_options
 from clusterddp.spec.load import load_spec
 from clusterddp.spec.sbatch_lines import SIZES, Given, GivenOptions, read_sbatch_lines, read_sizes
-from clusterddp.spec.secret_values import hide_secret_arguments
+from clusterddp.spec.secret_values import hide_in_text, hide_secret_arguments
 from clusterddp.spec.tree import decode
 
-_OF_THE_SHELL = ("SLURM_", "SBATCH_", "SRUN_", "BASH_", "CLUSTERDDP_", "SHLVL", "OLDPWD", "PWD", "_")
-"""Beginnings of names that a shell, Slurm or clusterddp sets."""
+_OF_OTHERS = (
+    *("SLURM_", "SBATCH_", "SRUN_", "BASH_", "CLUSTERDDP_", "SHLVL", "OLDPWD", "PWD", "PS1", "_"),
+    *("VIRTUAL_ENV", "CONDA_", "MAMBA_", "LOADEDMODULES", "MODULEPATH", "MODULES", "LMOD_"),
+)
+"""Beginnings of names that a shell, Slurm, clusterddp, an activated environment or its modules set for themselves."""
+_OF_MODULES = "the modules in setup: may set it; add to setup: what the script itself has put there"
 
 
 def read_step_of(run: RunDir, number: str | None, findings: Findings) -> None:
@@ -46,13 +52,39 @@ def read_step_of(run: RunDir, number: str | None, findings: Findings) -> None:
     sizes = dataclasses.replace(read_sizes(given, lambda *_: None), nodes=len(gang.nodes))
     translate_options(given, findings)
     set_sizes(given, sizes, per_node.pop(), findings, findings.lose)
-    for name, value in record.environment.items():
-        known = name.startswith(_OF_THE_SHELL) or not name.isidentifier()
-        if not known and not set_variable(name, Word(value, computed=True), findings, None):
-            set_variable(name, Word(value), findings, None)
+    _set_environment(record.environment, findings)
     set_program("command", program, findings)
     findings.lose(f"cd {shlex.quote(record.working_dir)}", SUBMIT_THERE, fate="before")
     findings.lose(shlex.join(record.command), "clusterddp starts the ranks", record.line, fate="ours")
+
+
+def _set_environment(environment: Mapping[str, str], findings: Findings) -> None:
+    """Write what a script has changed: modules and an environment as keys, other parts of lists as setup lines."""
+    setup = [
+        shlex.join(["module", command, *added])
+        for name, command in (("MODULEPATH", "use"), ("LOADEDMODULES", "load"))
+        if (added := [each for each in environment.get(name, "").split(":") if each not in ("", f"${name}")])
+    ]
+    has_modules, active = bool(setup), find_activated(environment)
+    kind = kind_of(active) if active else ""
+    if kind:
+        findings.set(kind, str(active))
+    for name, value in environment.items():
+        if name.startswith(_OF_OTHERS) or name.endswith(("_modshare", "_CONDA_BACKUP")) or not name.isidentifier():
+            continue
+        at_start = f"${name}"
+        of_key = f"{active}/bin" if kind else None
+        parts = [each for each in value.split(":") if each != of_key and not each.endswith("/condabin")]
+        line = ":".join(f'"{each}"' if each == at_start else shlex.quote(each) for each in parts)
+        extends = at_start in parts and hide_in_text(value) == value
+        if has_modules and (extends or PASSED_ON.fullmatch(name)) and parts != [at_start]:
+            findings.lose(f"export {name}={line}", _OF_MODULES)
+        elif not extends and not set_variable(name, Word(value, computed=True), findings, None):
+            set_variable(name, Word(value), findings, None)
+        elif extends and parts != [at_start]:
+            setup.append(f"export {name}={line}")
+    if setup:
+        findings.set("setup", setup)
 
 
 def _choose(run: RunDir, number: str | None) -> tuple[RunDir, StepRecord, Gang]:

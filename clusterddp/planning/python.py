@@ -60,14 +60,14 @@ def _may_choose(job: JobSpec) -> bool:
 
 def _by_default(job: JobSpec, request: Request) -> RankPython:
     """Return the Python of a spec that names none."""
-    activated = _find_activated(request.environ)
+    activated = find_activated(request.environ)
     is_own = activated is None or activated.resolve() == Path(sys.prefix).resolve()
     function, command = (job.entry.function or "", job.entry.command) if job.entry else ("", None)
     if activated is not None and not (is_own or job.entry is None or is_call(function)):
         found = RankPython(
             executable=str(activated / "bin" / "python"),
             prefix=str(activated),
-            kind=_kind_of(activated),
+            kind=kind_of(activated),
             why="activated where you submit",
         )
         what = f"the activated environment {found.name} ({activated})"
@@ -93,7 +93,7 @@ def _named(job: JobSpec, key: str, request: Request) -> RankPython:
     if not _is_program(place):
         raise UsageError(missing, hint="a path is relative to the directory of the submit")
     executable = Path(os.path.normpath(place))
-    kind = _kind_of(executable.parents[1])
+    kind = kind_of(executable.parents[1])
     found = RankPython(
         executable=str(executable),
         prefix=str(executable.parents[1]) if kind else "",
@@ -134,7 +134,7 @@ def _conda_homes(environ: Mapping[str, str]) -> Iterator[Path]:
     yield from (home for home in (Path(name).expanduser() for name in _CONDA_HOMES) if home.is_dir())
 
 
-def _find_activated(environ: Mapping[str, str]) -> Path | None:
+def find_activated(environ: Mapping[str, str]) -> Path | None:
     """Find the environment that is activated: its Python is that of `python train.py`."""
     paths = [os.path.normpath(path) for path in environ.get("PATH", "").split(os.pathsep) if path]
     prefixes = [Path(environ[name]) for name in ("VIRTUAL_ENV", "CONDA_PREFIX") if environ.get(name)]
@@ -142,7 +142,8 @@ def _find_activated(environ: Mapping[str, str]) -> Path | None:
     return min(active, key=lambda prefix: paths.index(str(prefix / "bin")), default=None)
 
 
-def _kind_of(prefix: Path) -> _Kind:
+def kind_of(prefix: Path) -> _Kind:
+    """Return the kind of an environment, which is also the key of a spec."""
     if (prefix / "pyvenv.cfg").exists():
         return "venv"
     return "conda" if (prefix / "conda-meta").is_dir() else ""

@@ -35,7 +35,10 @@ class StepRecord:
     """Of the script; None: it is not known, as in a script of another shell than bash."""
     working_dir: str = ""
     environment: dict[str, str] = field(default_factory=dict)
-    """Variables whose values differ from those at the start of the job, without secrets and without ours."""
+    """Variables whose values differ from those at the start of the job, without secrets and without ours.
+
+    `$NAME` in a list of directories stands for the value of NAME at the start: `/env/bin:$PATH`.
+    """
     started: float = 0.0
     inside: str | None = None
     """The step whose task ran the command: torchrun in an srun."""

@@ -70,6 +70,8 @@ class Launch:
     """How the spec names the program."""
     program: list[Word] = field(default_factory=list)
     """The script or module, or the first word of a command; then its arguments."""
+    python: str = ""
+    """The path of the Python that the command names; empty: the first on PATH."""
     asides: list[tuple[str, str]] = field(default_factory=list)
     """Parts that are not in the spec: as written, and the reason."""
 
@@ -84,10 +86,9 @@ def read_launch(given: Sequence[Word]) -> Launch | None:
         launch.srun, rest = take_options(rest[1:], SRUN)
     if not rest:
         return None
-    name = _name(rest[0].text)
+    name = _name(rest[0].text.rstrip('"'))
     if _is_python(name) or name == "torchrun":
-        if "/" in rest[0].text:
-            launch.asides.append((rest[0].text, OTHER_PYTHON))
+        launch.python = _path_of_python(rest[0], name, launch.asides)
         if name != "torchrun":
             launch.kind, launch.program = _skip_python(rest, launch.asides)
             target = launch.program[0].text if launch.program else ""
@@ -101,6 +102,22 @@ def read_launch(given: Sequence[Word]) -> Launch | None:
         return launch if launch.program else None
     launch.program = rest
     return None if launch.srun is None else launch
+
+
+def _path_of_python(word: Word, name: str, asides: list[tuple[str, str]]) -> str:
+    """Return the path of a Python, or of the one beside torchrun, with `~` for the home; empty: the word has no path.
+
+    Raises: UsageError: a shell computes more of it than the home.
+    """
+    path = re.sub(r"^\$(HOME|\{HOME\})/", "~/", word.text.replace('"', "")) if word.computed else word.text
+    if word.computed and not re.fullmatch(r"~/[^$`*?\[{'\\]+", path):
+        raise UsageError("a shell computes the path of the Python")
+    directory = path.rpartition("/")[0]
+    is_apart = name == "torchrun" and re.fullmatch(r"/usr/local/bin|.*/\.local/bin", directory)
+    if is_apart or (not directory and name not in ("python", "python3", "torchrun")):
+        asides.append((path, OTHER_PYTHON))
+        return ""
+    return directory and f"{directory}/{'python3' if name == 'torchrun' else name}"
 
 
 def _skip_python(

@@ -296,7 +296,10 @@ def _hide(words: Sequence[str]) -> tuple[str, ...]:
 
 
 def _changed_variables() -> dict[str, str]:
-    """Return the variables that the script has set, without secrets and without what is ours or the shell's."""
+    """Return the variables that the script has set, without secrets and without what is ours or the shell's.
+
+    Of a list that the script has extended, such as PATH, the value at the start is `$PATH`.
+    """
     from clusterddp.spec.secret_values import is_secret
 
     try:
@@ -306,9 +309,13 @@ def _changed_variables() -> dict[str, str]:
         return {}  # a task on another node
     if at_start.get("SLURM_JOB_ID") != os.environ.get("SLURM_JOB_ID"):
         return {}
-    now = {**os.environ, "PATH": ":".join(each for each in os.environ["PATH"].split(":") if not _is_ours(each))}
+    ours = ("/launcher/bin", f"/launcher/{STAND_INS}")
+    at_start, now = (
+        {**each, "PATH": ":".join(path for path in each.get("PATH", "").split(":") if not path.endswith(ours))}
+        for each in (at_start, os.environ)
+    )
     return {
-        name: value
+        name: f":{value}:".replace(f":{before}:", f":${name}:", 1)[1:-1] if (before := at_start.get(name)) else value
         for name, value in now.items()
         if at_start.get(name) != value
         and not name.startswith(("CLUSTERDDP_", "BASH_FUNC_"))

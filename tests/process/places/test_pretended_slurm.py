@@ -11,13 +11,16 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import yaml
 
+from clusterddp.importing.reading import import_step
 from clusterddp.run.attempts import final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_run
 from clusterddp.run.steps import read_step, steps_of
 from clusterddp.submission.cancel import cancel
+from tests.support.environments import make_venv
 from tests.support.launch_runs import processes_of
 from tests.support.waiting import wait_until
 
@@ -202,3 +205,15 @@ def test_a_cancelled_script_has_its_trap_and_leaves_nothing(laptop: Laptop) -> N
     assert end is not None
     assert end.outcome == "CANCELLED"
     assert (laptop.directory / "trap").read_text() == "saved\n"
+
+
+def test_an_environment_that_the_script_activates_is_a_key_of_the_spec_that_its_run_becomes(laptop: Laptop) -> None:
+    venv = make_venv(laptop.directory / "venv")
+    activate = f"export VIRTUAL_ENV={venv} PATH={venv}/bin:$PATH"
+    run = laptop.run(f"bash -c '{activate}; bash -c \"srun python train.py\"'\n")
+    found = import_step(run, None)
+    spec = yaml.safe_load(found.text)
+    assert spec["venv"] == str(venv)
+    assert "setup" not in spec
+    assert "env" not in spec
+    assert [each.text for each in found.left if "PATH" in each.text] == []

@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from tests.support.environments import make_venv
 from tests.support.slurm_person import SlurmPerson
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
@@ -39,6 +41,11 @@ name = "argv-" + os.environ["WHERE"] + "-" + os.environ["RANK"] + ".json"
 names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LR")
 with open(name, "w") as file:
     json.dump([sys.argv, os.getcwd(), {name: os.environ[name] for name in names}], file)
+"""
+SHOW = """\
+import json, os, sys
+names = ("VIRTUAL_ENV", "LOADEDMODULES", "LR")
+print(json.dumps({"python": sys.executable} | {name: os.environ.get(name) for name in names}))
 """
 SHELL = """\
 #!/bin/bash
@@ -94,6 +101,37 @@ def test_a_step_that_has_run_is_a_spec_of_the_same_ranks_and_arguments(person: S
         again = person.clusterddp("submit", "job.yaml", "--wait")
         assert again.returncode == 0, again.stdout + again.stderr
         assert records(person, where) == ran
+
+
+def test_the_environment_and_the_modules_of_a_script_are_keys_of_the_spec(person: SlurmPerson) -> None:
+    venv = make_venv(person.path / "venv")
+    (venv / "bin" / "activate").write_text(f'export VIRTUAL_ENV="{venv}" PATH="{venv}/bin:$PATH"\n')
+    (person.path / "modules").mkdir()
+    (person.path / "modules" / "own").write_text("#%Module\nprepend-path PATH /opt/own/bin\n")
+    (person.path / "report.py").write_text(SHOW)
+    lines = (
+        "#!/bin/bash\n#SBATCH --nodes=2 --ntasks-per-node=1 --cpus-per-task=1 --time=5",
+        *(". /usr/share/modules/init/bash", f"module use {person.path}/modules", "module load own"),
+        *(f". {venv}/bin/activate", "export LR=0.5", "srun python report.py"),
+    )
+    (person.path / "train.slurm").write_text("\n".join(lines) + "\n")
+    submitted = person.clusterddp("submit", "train.slurm", "--wait", environ={"PYTHONPATH": ""})
+    assert submitted.returncode == 0, submitted.stdout + submitted.stderr
+    done = person.clusterddp("import", "@last", "-o", "job.yaml")
+    assert done.returncode == 0, done.stderr
+    spec = yaml.safe_load((person.path / "job.yaml").read_text())
+    assert (spec["venv"], spec["env"]) == (str(venv), {"LR": "0.5"})
+    assert spec["setup"][-1] == "module load own"
+    assert 'export PATH=/opt/own/bin:"$PATH"' in done.stderr
+    again = person.clusterddp("submit", "job.yaml", "--wait", environ={"PYTHONPATH": ""})
+    assert again.returncode == 0, again.stdout + again.stderr
+    for rank in range(2):
+        assert json.loads(person.run_dir().attempt(0).stdout(rank).read_text()) == {
+            "python": f"{venv}/bin/python",
+            "VIRTUAL_ENV": str(venv),
+            "LOADEDMODULES": "own",
+            "LR": "0.5",
+        }
 
 
 def records(person: SlurmPerson, where: str) -> dict[str, Any]:

@@ -62,8 +62,8 @@ def test_each_kind_is_also_a_script_that_is_submitted() -> None:
         ),
         pytest.param(
             B + "#SBATCH --gres=gpu:4 --ntasks=1\n/opt/envs/nlp/bin/torchrun --nproc_per_node=4 train.py\n",
-            {"resources.gpus_per_node": 4, "entry.script": "train.py"},
-            ["/opt/envs/nlp/bin/torchrun  (ranks take the activated environment; python: PATH in the spec names it"],
+            {"resources.gpus_per_node": 4, "entry.script": "train.py", "python": "/opt/envs/nlp/bin/python3"},
+            [],
             id="K10",
         ),
         pytest.param(

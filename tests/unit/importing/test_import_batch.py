@@ -269,6 +269,7 @@ def test_rendezvous_variables_are_left_to_clusterddp() -> None:
         (["module load conda", "conda activate a"], {"setup": ["module load conda", "conda activate a"]}),
         (["module purge", "source ~/venv/bin/activate"], {"venv": "~/venv", "setup": ["module purge"]}),
         (["source $HOME/v/bin/activate"], {"setup": ["source $HOME/v/bin/activate"]}),
+        (['conda activate "a"'], {"setup": ['conda activate "a"']}),
         (["source /opt/conda/etc/profile.d/conda.sh", "conda activate a"],
          {"setup": ["source /opt/conda/etc/profile.d/conda.sh", "conda activate a"]}),
         (["export PATH=$HOME/bin:$PATH", "unset A"], {"setup": ["export PATH=$HOME/bin:$PATH", "unset A"]}),
@@ -280,6 +281,52 @@ def test_modules_and_environments_become_setup_lines_and_keys(lines: list[str], 
     found = read(EACH + "\n".join(lines) + "\nsrun python t.py\n")
     assert {key: found.values.get(key) for key in ("venv", "conda", "setup", "env") if key in found.values} == wanted
     assert not left(found)
+
+
+@pytest.mark.parametrize(
+    ("lines", "command", "wanted"),
+    [
+        ([], "srun /opt/e/bin/python train.py", {"python": "/opt/e/bin/python"}),
+        ([], "srun $HOME/e/bin/python3 train.py", {"python": "~/e/bin/python3"}),
+        ([], 'srun "${HOME}/my envs/bin/python" -u train.py', {"python": "~/my envs/bin/python"}),
+        ([], "srun ~/e/bin/python3.11 -m train", {"python": "~/e/bin/python3.11"}),
+        ([], "srun .venv/bin/python train.py", {"python": ".venv/bin/python"}),
+        ([], "srun /usr/bin/python3 train.py", {"python": "/usr/bin/python3"}),
+        ([], "srun /opt/e/bin/torchrun --nnodes 2 --nproc-per-node 4 train.py", {"python": "/opt/e/bin/python3"}),
+        ([], "srun $HOME/e/bin/python -m torch.distributed.run --nnodes 2 --nproc-per-node 4 train.py",
+         {"python": "~/e/bin/python"}),
+        (["source /opt/e/bin/activate"], "srun /opt/e/bin/python train.py", {"venv": "/opt/e"}),
+        (["source ~/e/bin/activate"], "srun $HOME/e/bin/python3 train.py", {"venv": "~/e"}),
+        (["source /opt/e/bin/activate"], "srun /opt/f/bin/python train.py",
+         {"python": "/opt/f/bin/python", "setup": ["source /opt/e/bin/activate"]}),
+        (["conda activate a"], "srun /opt/f/bin/python train.py",
+         {"python": "/opt/f/bin/python", "setup": ["conda activate a"]}),
+        ([], "srun python train.py", {}),
+        ([], "srun python3 train.py", {}),
+    ],
+)  # fmt: skip
+def test_a_python_that_the_script_names_by_its_path_runs_the_ranks(
+    tmp_path: Path, lines: list[str], command: str, wanted: dict[str, Any]
+) -> None:
+    script = (EACH if "torch" not in command else HEAD) + "\n".join([*lines, command]) + "\n"
+    found = read(script)
+    assert {key: found.values.get(key) for key in ("python", "venv", "conda", "setup") if key in found.values} == wanted
+    assert not [each for each in left(found) if each[0] != "ours" and "-u" not in each[1]]
+    assert imported(tmp_path, script).resolved.job.python == wanted.get("python")
+
+
+@pytest.mark.parametrize("program", ["~/.local/bin/torchrun", "python3.11"])
+def test_a_program_that_does_not_say_where_its_python_is_is_listed(program: str) -> None:
+    options = "--nnodes 2 --nproc-per-node 4" if "torchrun" in program else ""
+    found = read(f"{HEAD}srun {program} {options} train.py\n")
+    assert "python" not in found.values
+    assert program in [text for fate, text in left(found) if fate == "lost"]
+
+
+@pytest.mark.parametrize("program", ["$ENVS/e/bin/python", "$(which python)/bin/python", "/opt/*/bin/python"])
+def test_a_python_whose_path_a_shell_computes_is_refused(program: str) -> None:
+    with pytest.raises(UsageError, match="a shell computes"):
+        read(f"{EACH}srun {program} train.py\n")
 
 
 def test_lines_that_need_more_of_your_shell_are_listed_as_steps_before_a_submit() -> None:

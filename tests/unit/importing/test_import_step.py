@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import json
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from clusterddp.errors import UsageError
 from clusterddp.importing.reading import import_step
@@ -76,6 +80,80 @@ def test_the_spec_plans_the_ranks_and_the_program_of_the_step(tmp_path: Path) ->
         "cd '/work/x y'",
     ]
     assert "4711" not in found.text
+
+
+OF_MODULES = {
+    "LOADEDMODULES": "$LOADEDMODULES:cuda/12.4:nccl",
+    "MODULEPATH": "/opt/extra:$MODULEPATH",
+    "_LMFILES_": "/opt/extra/cuda/12.4",
+    "MODULESHOME": "/usr/share/modules",
+    "__MODULES_SHARE_PATH": "/a:2",
+    "PATH_modshare": "/a:2",
+    "LMOD_CMD": "/x",
+    "_ModuleTable001_": "X1==",
+    "BASH_FUNC_module%%": "() { true; }",
+}
+OF_VENV = {"VIRTUAL_ENV": "{home}/venv", "VIRTUAL_ENV_PROMPT": "venv", "PS1": "(venv) $ "}
+OF_CONDA = {
+    "CONDA_PREFIX": "{home}/conda",
+    "CONDA_DEFAULT_ENV": "b",
+    "CONDA_SHLVL": "1",
+    "CONDA_EXE": "/c/bin/conda",
+    "_CE_M": "",
+    "HOST_CONDA_BACKUP": "a",
+}
+
+
+@pytest.mark.parametrize(
+    ("environment", "wanted", "lost"),
+    [
+        ({**OF_VENV, "PATH": "{home}/venv/bin:$PATH"}, {"venv": "{home}/venv"}, []),
+        ({**OF_CONDA, "PATH": "{home}/conda/bin:/c/condabin:$PATH"}, {"conda": "{home}/conda"}, []),
+        (
+            {**OF_CONDA, **OF_VENV, "PATH": "{home}/venv/bin:{home}/conda/bin:$PATH"},
+            {"venv": "{home}/venv", "setup": ['export PATH={home}/conda/bin:"$PATH"']},
+            [],
+        ),
+        (
+            {"VIRTUAL_ENV": "/tmp/of/the/node", "PATH": "/tmp/of/the/node/bin:$PATH"},
+            {"setup": ['export PATH=/tmp/of/the/node/bin:"$PATH"']},
+            [],
+        ),
+        (
+            {"PATH": "/a b:$PATH:/z", "LD_LIBRARY_PATH": "/l:$LD_LIBRARY_PATH"},
+            {"setup": ["export PATH='/a b':\"$PATH\":/z", 'export LD_LIBRARY_PATH=/l:"$LD_LIBRARY_PATH"']},
+            [],
+        ),
+        (
+            {**OF_MODULES, **OF_VENV, "PATH": "{home}/venv/bin:/cuda/bin:$PATH", "CUDA_HOME": "/cuda"},
+            {"venv": "{home}/venv", "setup": ["module use /opt/extra", "module load cuda/12.4 nccl"]},
+            ['export PATH=/cuda/bin:"$PATH"', "export CUDA_HOME=/cuda"],
+        ),
+    ],
+)
+def test_environments_and_modules_of_the_script_are_keys_and_none_of_their_variables_is_written(
+    tmp_path: Path, environment: dict[str, str], wanted: dict[str, object], lost: list[str]
+) -> None:
+    for name, mark in (("venv", "pyvenv.cfg"), ("conda", "conda-meta/history")):
+        (tmp_path / name / "bin").mkdir(parents=True)
+        (tmp_path / name / mark).parent.mkdir(exist_ok=True)
+        (tmp_path / name / mark).touch()
+        (tmp_path / name / "bin" / "python").symlink_to(sys.executable)
+    run = make_script_run(tmp_path)
+    values = {name: value.replace("{home}", str(tmp_path)) for name, value in environment.items()}
+    add_step(run, environment={"LR": "0.1", **values})
+    found = import_step(run, None)
+    written = parsed(found.text)
+    keys = {key: written[key] for key in ("venv", "conda", "setup") if key in written}
+    assert keys == json.loads(json.dumps(wanted).replace("{home}", str(tmp_path)))
+    assert written["env"] == {"LR": "0.1"}
+    assert [each.text for each in found.left if each.fate == "lost"] == lost
+    assert [each.text for each in found.left if each.fate == "before"] == ["cd '/work/x y'"]
+
+
+def parsed(text: str) -> dict[str, Any]:
+    values: dict[str, Any] = yaml.safe_load(text)
+    return values
 
 
 def test_a_torchrun_in_srun_has_the_cores_of_the_srun(tmp_path: Path) -> None:
