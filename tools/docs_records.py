@@ -18,7 +18,7 @@ from docs_text import WIDTH, cell, head, items, page
 
 from clusterddp.cli.main import WITHOUT_JSON
 from clusterddp.run.directory import AttemptDir, Below, RunDir
-from clusterddp.run.record import RankEnd
+from clusterddp.run.record import RankEnd, StartedPython
 from clusterddp.run.state import RunState
 from clusterddp.run.sweep import SweepDir
 from clusterddp.view import ranks, status
@@ -82,6 +82,7 @@ def json_page() -> str:
     lines += ["### ranks", "", *_fields(status.RankStatus)]
     lines += ["### steps", "", *_fields(StepStatus)]
     lines += ["### usage", "", "Of a rank:", "", *_fields(ranks.RankUsage)]
+    lines += ["### python", "", "Of a rank:", "", *_fields(StartedPython)]
     lines += ["### root_cause", "", *_fields(RankEnd, top["root_cause"])]
     lines += ["### diagnosis", "", *_fields(status.Diagnosis)]
     lines += ["### nccl", "", *_fields(status.NodeTransport)]

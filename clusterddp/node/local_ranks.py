@@ -13,7 +13,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from clusterddp.errors import ClusterddpError
@@ -284,7 +284,9 @@ class LocalRanks:
             return
         if attempt is not None and not attempt.started and len(attempt.records) == len(self._node.ranks):
             attempt.started = True
-            self._report({"kind": "started", **attempt.network.facts(), **self._starter.facts()})
+            runs = self._preparation.prepared.runs
+            facts = {**attempt.network.facts(), **self._starter.facts(), "python": runs and asdict(runs)}
+            self._report({"kind": "started", **facts})
             if self._gang.backend == "nccl":
                 attempt.nccl = NcclWatch([attempt.dir.nccl(rank) for rank in self._node.ranks], now)
 

@@ -19,9 +19,12 @@ from clusterddp.run.attempts import signal_name
 from clusterddp.run.cleanup import marking
 from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.gang import RankPython
-from clusterddp.run.record import RankEnd
+from clusterddp.run.record import RankEnd, StartedPython
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import open_log, read_tail
+from clusterddp.system.python import OLDEST_PYTHON, module_command
+from clusterddp.system.torch_files import find_package, read_torch_values
+from clusterddp.wire import build, read_object
 
 _SCRIPT = Path(__file__).with_name("setup.sh")
 _OF_THE_SHELL = frozenset({"_", "SHLVL", "PWD", "OLDPWD", COOKIE})
@@ -40,6 +43,8 @@ class Prepared:
     """Their Python; None: that of the process that starts them."""
     changes: Mapping[str, str | None] = field(default_factory=dict)
     """What differs from the environment that they would inherit; None: the variable is removed."""
+    runs: StartedPython | None = None
+    """Their Python for the record of the start; None: they are a command, which may be any program."""
 
     def applied(self, environ: Mapping[str, str]) -> dict[str, str]:
         """Return the environment with the changes."""
@@ -89,12 +94,17 @@ class Preparation:
         returncode, self._pid = exits[self._pid], None
         with open(self._result, "rb") as file:
             file.seek(0)
-            chosen, *pairs = file.read().split(b"\0")
-        if returncode or not pairs:
+            executable, *rest = file.read().split(b"\0")
+        if returncode or not rest:
             self._fail(self._explain(returncode))
             return
+        facts, *pairs = rest
         after = dict(os.fsdecode(pair).partition("=")[::2] for pair in pairs if pair)
-        self._prepared = _prepare(self._order, self._environ, after=after, chosen=os.fsdecode(chosen))
+        chosen = None
+        if executable:
+            torch = build({"python": str, "version": str | None}, read_object(facts.rpartition(b"FOUND")[2]))
+            chosen = StartedPython(os.fsdecode(executable), torch["python"], torch["version"])
+        self._prepared = _prepare(self._order, self._environ, after=after, chosen=chosen)
 
     def end(self) -> None:
         """Kill the shell, and what it has started."""
@@ -109,21 +119,14 @@ class Preparation:
         self._result = os.memfd_create("clusterddp-environment")
         own_cookie = rank_cookies(self._order.gang.token, self._order.node.node_rank)[0]
         files = [f"/proc/self/fd/{descriptor}" for descriptor in (lines, self._result)]
-        prefix = python.prefix if python.is_named and python.kind == "conda" else ""
-        script = _SCRIPT.read_text(encoding="utf-8")
+        package = str(_link_package(self._order.run)) if python.by_setup else ""
+        ask = module_command("clusterddp.facts.torch", python="python", oldest=OLDEST_PYTHON)[2]
+        is_conda = python.is_named and python.kind == "conda"
+        activation = _activation(python, {}, over_ssh=False) if is_conda else {}
+        shell = ("bash", "--noprofile", "--norc", "-c", _SCRIPT.read_text(encoding="utf-8"), "setup", *files)
         with open_log(self._log) as log, marking(own_cookie):
             process = subprocess.Popen(
-                [
-                    "bash",
-                    "--noprofile",
-                    "--norc",
-                    "-c",
-                    script,
-                    "setup",
-                    *files,
-                    "yes" if python.by_setup else "no",
-                    prefix,
-                ],
+                [*shell, package, ask, *(f"{name}={value}" for name, value in activation.items())],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -160,7 +163,11 @@ class Preparation:
 
 
 def _prepare(
-    order: SupervisorOrder, environ: Mapping[str, str], *, after: Mapping[str, str] | None = None, chosen: str = ""
+    order: SupervisorOrder,
+    environ: Mapping[str, str],
+    *,
+    after: Mapping[str, str] | None = None,
+    chosen: StartedPython | None = None,
 ) -> Prepared:
     """Prepare the start of ranks that would inherit `environ`; `after`: what the setup lines have made of it.
 
@@ -174,13 +181,17 @@ def _prepare(
     seen = Prepared(changes=changes).applied(environ)
     changes |= _activation(python, seen, over_ssh=order.over_ssh)
     seen = Prepared(changes=changes).applied(environ)
-    executable = chosen or python.executable
-    is_own = executable in ("", sys.executable)
+    runs = chosen or StartedPython(python.executable)
+    is_own = runs.executable in ("", sys.executable)
     if not is_own or (gang.entry.kind == "command" and (python.prefix or python.is_named or after is not None)):
         # It may lack this package, and gets no other one of our Python.
         paths = seen.get("PYTHONPATH", "").split(os.pathsep)
         changes["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, str(_link_package(order.run))]))
-    return Prepared(python=None if is_own else executable, changes=changes)
+    if is_own:
+        torch = read_torch_values(find_package("torch")).get("__version__")
+        runs = StartedPython(sys.executable, sys.version.split()[0], torch)
+    is_command = gang.entry.kind == "command"
+    return Prepared(python=None if is_own else runs.executable, changes=changes, runs=None if is_command else runs)
 
 
 def _activation(python: RankPython, environ: Mapping[str, str], *, over_ssh: bool) -> dict[str, str | None]:

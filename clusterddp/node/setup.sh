@@ -1,7 +1,8 @@
 # Runs the setup lines of a spec on a node, by bash, and writes the environment after them.
-# Its arguments: the file of the lines; the file for the environment; yes, if the lines may choose the Python; the
-# directory of a conda environment that is activated after them, or nothing.
-clusterddp_file=$1 clusterddp_result=$2 clusterddp_chooses=$3 clusterddp_prefix=$4
+# Its arguments: the file of the lines; the file for the environment; the directory of our package, or nothing if the
+# lines may not choose the Python; code that runs a module of it; the variables of a conda environment that is activated
+# after the lines, NAME=value, or nothing.
+clusterddp_file=$1 clusterddp_result=$2 clusterddp_package=$3 clusterddp_ask=$4 clusterddp_variables=("${@:5}")
 set --
 clusterddp_fail() {
     printf 'clusterddp: %s\n' "$1" >&2
@@ -45,20 +46,23 @@ trap 'clusterddp_code=$?; [ "${BASH_SOURCE[0]}" != "$clusterddp_file" ] || clust
 clusterddp_code=$?
 trap - ERR
 [ "$clusterddp_code" = 0 ] || clusterddp_fail "the lines" "$clusterddp_code"
-if [ -n "$clusterddp_prefix" ]; then
-    export CONDA_PREFIX=$clusterddp_prefix CONDA_DEFAULT_ENV=${clusterddp_prefix##*/} PATH=$clusterddp_prefix/bin:$PATH
-    for clusterddp_file in "$clusterddp_prefix"/etc/conda/activate.d/*.sh; do
+if [ "${#clusterddp_variables[@]}" != 0 ]; then
+    clusterddp_path=$PATH
+    export "${clusterddp_variables[@]}"
+    PATH=$PATH:$clusterddp_path
+    for clusterddp_file in "$CONDA_PREFIX"/etc/conda/activate.d/*.sh; do
         if [ -r "$clusterddp_file" ]; then . "$clusterddp_file"; fi
     done
 fi
-clusterddp_python=$(type -P python || type -P python3)
-if [ "$clusterddp_chooses" = yes ] && [ "$clusterddp_python" != "$clusterddp_before" ]; then
-    "$clusterddp_python" -c 'import sys; sys.exit(sys.version_info < (3, 10))' ||
-        clusterddp_fail "$clusterddp_python, which the lines put first on PATH, is no Python 3.10 or newer"
+clusterddp_python=$(type -P python || type -P python3) clusterddp_facts=
+if [ -n "$clusterddp_package" ] && [ "$clusterddp_python" != "$clusterddp_before" ]; then
+    clusterddp_facts=$(PYTHONPATH=${PYTHONPATH:+$PYTHONPATH:}$clusterddp_package \
+        "$clusterddp_python" -c "$clusterddp_ask" clusterddp.facts.torch) && [ -n "$clusterddp_facts" ] ||
+        clusterddp_fail "$clusterddp_python, which the lines put first on PATH, cannot run the ranks"
 else
     clusterddp_python=
 fi
 {
-    printf '%s\0' "$clusterddp_python"
+    printf '%s\0' "$clusterddp_python" "$clusterddp_facts"
     exec /usr/bin/env -0
 } >"$clusterddp_result"

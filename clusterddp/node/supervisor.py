@@ -10,7 +10,7 @@ attempt's `end.json` before it exits. SIGTERM, SIGINT and SIGUSR2 ask all ranks 
 Kinds of messages between a node and the head, by direct call on node 0, over a link (link.py) elsewhere:
 
 * Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; setup: the setup lines still run;
-  links: see socket_links.py), `missing` (missing, setup), `started` (interface, address, why, nccl_interfaces),
+  links: see socket_links.py), `missing` (missing, setup), `started` (interface, address, why, nccl_interfaces, python),
   `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested` (reason, signal; ordered: by the head),
   `cancel` (reason), `parent_gone` (pid, one_node), `failed` (a RankEnd), `ended` (left: pids that cannot be killed;
   connected: a connection to the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s:

@@ -202,6 +202,22 @@ class RankRecord:
         return dataclasses.replace(self, ended=time.time(), exit_code=end.exit_code, signal=end.signal, error=error)
 
 
+@dataclass(frozen=True, slots=True)
+class StartedPython:
+    """The Python that runs the ranks of a node."""
+
+    executable: str
+    version: str | None = None
+    """null where the node has not read it, as of `torch`: a key of the spec names the Python."""
+    torch: str | None = None
+
+    @property
+    def text(self) -> str:
+        """Its path, and what it is."""
+        what = f" ({self.version}, {f'torch {self.torch}' if self.torch else 'no torch'})"
+        return self.executable + (what if self.version else "")
+
+
 class StartedNode(TypedDict, total=False):
     """A node in `start.json`: the keys that are read."""
 
@@ -209,6 +225,7 @@ class StartedNode(TypedDict, total=False):
     host: str
     interface: str | None
     import_s: float | None
+    python: StartedPython | None
 
 
 class Start(TypedDict, total=False):

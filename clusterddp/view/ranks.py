@@ -13,7 +13,7 @@ from typing import Any, Literal
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.rank_usage import RankUsage, UsageReport
-from clusterddp.run.record import RankRecord, Start, read_ranks
+from clusterddp.run.record import RankRecord, Start, StartedPython, read_ranks
 from clusterddp.run.state import RunState, RunView
 
 _RECORD = re.compile(r"\d+\.json")
@@ -48,12 +48,15 @@ class RankStatus:
     """While it runs: what it uses, and how fast it is."""
     straggler: bool = False
     """While it runs: the others wait for it."""
+    python: StartedPython | None = None
+    """The Python that runs it; None until all ranks have started, and of a command, which may be any program."""
     owns: tuple[int, ...] | None = None
     """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
 
     def to_json(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in RankStatus.__slots__ if name != "owns"}
         values["usage"] = self.usage and dataclasses.asdict(self.usage)
+        values["python"] = self.python and dataclasses.asdict(self.python)
         return values if self.owns is None else values | {"owns": list(self.owns)}
 
 
@@ -100,6 +103,7 @@ def rank_statuses(
                     last_output=_last_output(attempt, rank) if attempt and state == "RUNNING" else None,
                     usage=usage.get(rank) if state == "RUNNING" else None,
                     straggler=state == "RUNNING" and rank in stragglers,
+                    python=there.get("python"),
                     owns=gang.carried_by([rank]) if gang.entry.spawns else None,
                 )
             )

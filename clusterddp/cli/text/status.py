@@ -72,6 +72,8 @@ def status_lines(
         phases = (f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in status.start_phases.items())
         lines.append(f"  start: {', '.join(phases)}")
     lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
+    pythons = _by_host([(rank.host, rank.python.text) for rank in status.ranks if rank.python])
+    lines += [f"  python{' differs' if len(pythons) > 1 else ''}: {printable(text)}" for text in pythons]
     if status.lost_rows:
         lines.append(f"  metrics.jsonl lacks {status.lost_rows} rows, which its storage did not take")
     lines = [each for line in lines for each in wrapped(line, columns, indent=4)]
@@ -193,14 +195,20 @@ def progress_text(progress: Progress) -> str:
 
 def transport_texts(transports: Sequence[NodeTransport]) -> list[str]:
     """Write by which network and devices NCCL sends, equal nodes together."""
-    nodes: dict[str, list[str]] = {}
+    texts = []
     for transport in transports:
         devices = f" ({', '.join(transport.devices)})" if transport.devices else ""
         links = f", by {', '.join(transport.links)}" if transport.links else ""
-        nodes.setdefault(f"network {transport.network}{devices}{links}", []).append(transport.host)
-    if len(nodes) == 1:
-        return list(nodes)
-    return [f"{', '.join(dict.fromkeys(hosts))}: {text}" for text, hosts in nodes.items()]
+        texts.append((transport.host, f"network {transport.network}{devices}{links}"))
+    return _by_host(texts)
+
+
+def _by_host(texts: Sequence[tuple[str, str]]) -> list[str]:
+    """Write the texts of hosts, equal ones together; one that all have is written without hosts."""
+    hosts: dict[str, list[str]] = {}
+    for host, text in texts:
+        hosts.setdefault(text, []).append(host)
+    return list(hosts) if len(hosts) == 1 else [f"{', '.join(dict.fromkeys(hosts[text]))}: {text}" for text in hosts]
 
 
 def measures(progress: Progress) -> list[str]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,11 +13,14 @@ from typing import Any
 import pytest
 
 from clusterddp.run.directory import RunDir
-from tests.support.environments import make_conda_home
+from clusterddp.system.torch_files import find_package, read_torch_values
+from tests.support.environments import make_conda_home, make_plain_venv, make_venv
 from tests.support.gang_runs import processes_with
 from tests.support.person import Person
 from tests.support.waiting import wait_until
 
+VERSION = sys.version.split()[0]
+TORCH = read_torch_values(find_package("torch"))["__version__"]
 PROGRAM = """\
 import json, os, sys
 names = ("OF_LINES", "MORE", "OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "GONE", "VIRTUAL_ENV", "CONDA_PREFIX")
@@ -131,6 +136,43 @@ def test_conda_works_in_the_lines_and_chooses_the_python(user: Person) -> None:
     for printed in printed_by(run):
         assert (printed["python"], printed["OF_LINES"]) == (f"{prefix}/bin/python", "of-the-hook")
         assert printed["path"].startswith(f"{prefix}/bin:/nowhere:")
+
+
+def test_status_shows_the_python_that_the_lines_have_chosen(user: Person) -> None:
+    venv = make_venv(user.path / "torch")
+    for lines, executable in (
+        ("export OF_LINES=1", user.command()[0]),
+        (f"PATH={venv}/bin:$PATH", f"{venv}/bin/python"),
+    ):
+        run = run_lines(user, lines)
+        shown = f"  python: {executable} ({VERSION}, torch {TORCH})"
+        assert shown in user.clusterddp("status", run.name).stdout.splitlines()
+        ranks = json.loads(user.clusterddp("status", run.name, "-o", "json").stdout)["ranks"]
+        assert [rank["python"] for rank in ranks] == [
+            {"executable": executable, "version": VERSION, "torch": TORCH}
+        ] * 4
+
+
+def test_status_says_which_nodes_run_another_python(user: Person) -> None:
+    names = [make_venv(user.path / "torch"), make_plain_venv(user.path / "plain")]
+    first, second = (f"PATH={name}/bin:$PATH" for name in names)
+    run = run_lines(user, f'if mkdir "{user.path}/first"; then {first}; else {second}; fi')
+    shown = user.clusterddp("status", run.name).stdout
+    for text in (f"{names[0]}/bin/python ({VERSION}, torch {TORCH})", f"{names[1]}/bin/python ({VERSION}, no torch)"):
+        assert re.search(rf"(?m)^  python differs: \S+: {re.escape(text)}$", shown), shown
+
+
+def test_a_python_of_the_lines_that_cannot_run_ranks_ends_the_run(user: Person) -> None:
+    program = user.path / "old" / "python"
+    program.parent.mkdir()
+    program.write_text("#!/bin/sh\necho it is Python 3.8, expected 3.10 or newer >&2; exit 1\n")
+    program.chmod(0o755)
+    run = run_lines(user, f"PATH={program.parent}:$PATH", check=False)
+    end = user.end(run)
+    assert end is not None
+    assert end.root_cause is not None
+    assert f"setup: {program}, which the lines put first on PATH, cannot run the ranks" in end.root_cause.error
+    assert "it is Python 3.8, expected 3.10 or newer" in end.root_cause.error
 
 
 def test_lines_that_leave_the_python_alone_leave_that_of_the_ranks(user: Person) -> None:

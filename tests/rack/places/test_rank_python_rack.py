@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -105,5 +106,7 @@ def test_over_ssh_the_hosts_run_the_lines_and_take_the_python_of_the_spec(ssh_pl
         ("/opt/bare/bin/python", "node1"),
         ("/opt/bare/bin/python", "node2"),
     ]
+    status = ssh_place.clusterddp("status", ssh_place.run_dir().name).stdout
+    assert re.search(r"(?m)^  python: /opt/bare/bin/python \(3\.\d+\.\d+, torch 2\.\S+\)$", status), status
     cause = cause_of(ssh_place, SSH + key + 'setup: ["[ $(hostname) = node1 ] || ls /nothing"]\n')
     assert cause.startswith("node2: setup line 1 (exit code 2): [ $(hostname) = node1 ] || ls /nothing: ls: cannot")

@@ -13,11 +13,13 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.directory import RunDir
+from clusterddp.run.record import StartedPython, read_start
 from clusterddp.system.files import read_json
 from tests.support.slurm_runs import START, await_final_end, environment, make_slurm_run
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
 
+VERSION = sys.version.split()[0]
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 SRUN = """#!/bin/sh
 # Takes pyxis' options off, and puts the container around the task's command.
@@ -43,6 +45,8 @@ for mount in $mounts; do
 done
 printf '#!/bin/sh\\nexec %s "$@"\\n' {sys.base_prefix}/bin/python3 >/opt/image/bin/python3
 chmod 755 /opt/image/bin/python3
+mkdir /opt/image/own
+ln -s {sys.base_prefix}/bin/python3 /opt/image/own/python
 mount --bind /opt/image/lib /etc/slurm
 mount --bind /dev/null "$(readlink -f /usr/bin/scontrol)"
 # The image's variables beat the job's: https://github.com/NVIDIA/pyxis, environment of the container.
@@ -52,30 +56,57 @@ exec "$@"
 PROGRAM = """
 import json, os, sys, clusterddp
 print(json.dumps({"package": clusterddp.__file__, "path": os.environ["PYTHONPATH"],
-                  "python": os.environ["PATH"].split(":")[0], "end": os.environ.get("SLURM_JOB_END_TIME")}))
+                  "python": os.environ["PATH"].split(":")[0], "end": os.environ.get("SLURM_JOB_END_TIME"),
+                  "executable": sys.executable, "variable": os.environ.get("OF_THE_SETUP")}))
 """
 
 
-@pytest.mark.parametrize("python", ["python3", "/opt/image/bin/python3"])
-def test_the_package_and_python_of_the_image_are_found_though_the_host_lacks_them(rack: Rack, python: str) -> None:
-    place = rack.dir / "shared" / f"pyxis-{Path(python).is_absolute()}"
+def make_place(rack: Rack, name: str) -> Path:
+    """Make the directory of a user with the stand-in and the program."""
+    place = rack.dir / "shared" / name
     place.mkdir()
-    for name, text in (("srun", SRUN), ("container", CONTAINER)):
-        (place / name).write_text(text)
-        (place / name).chmod(0o755)
-    more = f'launcher: slurm\ncontainer: {{image: torch.sqsh}}\npython: {python}\nresources: {{nodes: 2, time: "10"}}'
-    (rack.dir / "shared" / place.name / "entry.py").write_text(PROGRAM)
-    run = make_slurm_run(rack, place.name, text=f"name: job\nentry: {{script: entry.py}}\n{more}\n")
+    for tool, text in (("srun", SRUN), ("container", CONTAINER)):
+        (place / tool).write_text(text)
+        (place / tool).chmod(0o755)
+    (place / "entry.py").write_text(PROGRAM)
+    return place
+
+
+def run_contained(rack: Rack, place: Path, more: str) -> RunDir:
+    """Run the program in the container, with these lines in its spec, to its end."""
+    spec = f'name: job\nentry: {{script: entry.py}}\nlauncher: slurm\nresources: {{nodes: 2, time: "10"}}\n{more}'
+    run = make_slurm_run(rack, place.name, text=spec)
     environ = environment()
     environ["PATH"] = f"{place}:{environ['PATH']}"
     rack.run(HEAD, [sys.executable, "-c", START, str(run.path)], env=environ)
     assert await_final_end(run).outcome == "COMPLETED", (run.launcher_dir / "tasks.log").read_text()
+    return run
+
+
+@pytest.mark.parametrize("python", ["python3", "/opt/image/bin/python3"])
+def test_the_package_and_python_of_the_image_are_found_though_the_host_lacks_them(rack: Rack, python: str) -> None:
+    place = make_place(rack, f"pyxis-{Path(python).is_absolute()}")
+    run = run_contained(rack, place, f"container: {{image: torch.sqsh}}\npython: {python}\n")
     for rank in range(2):
         printed = json.loads(run.attempt(0).stdout(rank).read_text())
         assert printed["package"] == "/opt/clusterddp/clusterddp/__init__.py"
         assert printed["path"] == "/opt/clusterddp:/opt/image/lib"
         assert printed["python"] == "/opt/image/bin"
     assert ends_in_ten_minutes(run, int(printed["end"]))
+
+
+def test_setup_lines_run_inside_the_container_and_choose_a_python_of_the_image(rack: Rack) -> None:
+    place = make_place(rack, "pyxis-setup")
+    lines = ["export OF_THE_SETUP=$(ls -d /opt/image/lib)", "export PATH=/opt/image/own:$PATH"]
+    run = run_contained(rack, place, f"container: {{image: torch.sqsh}}\nsetup: {json.dumps(lines)}\n")
+    for rank in range(2):
+        printed = json.loads(run.attempt(0).stdout(rank).read_text())
+        assert (printed["variable"], printed["executable"]) == ("/opt/image/lib", "/opt/image/own/python")
+        assert "/opt/image/lib" in printed["path"].split(":")
+    start = read_start(run.attempt(0))
+    assert start is not None
+    for node in start["nodes"]:
+        assert node["python"] == StartedPython("/opt/image/own/python", VERSION)
 
 
 def ends_in_ten_minutes(run: RunDir, end: int) -> bool:

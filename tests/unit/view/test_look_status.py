@@ -31,6 +31,7 @@ RANK_KEYS = [
     "last_output",
     "usage",
     "straggler",
+    "python",
 ]
 
 
