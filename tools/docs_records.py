@@ -44,6 +44,7 @@ FORMS = {
     "doctor": ("`healthy`, `checks`", "-r '.checks[] | select(.level == \"red\") | .fix'"),
     "hosts check HOST...": ("`healthy`, `hosts`", "-r '.hosts[].fix // empty'"),
     "submit SPEC": (_STARTED, "-r .run"),
+    "hold SPEC": (_STARTED, "-r .run"),
     "resume RUN": (_STARTED, "-r .job_id"),
     "cancel RUN...": ("`runs`: `run`, `result` or `error`", "-r '.runs[] | select(.error) | .run'"),
     "status RUN": (

@@ -77,10 +77,12 @@ class StartOptions:
 
     runs_dir: Path
     output: str
-    follow: bool
+    follow: bool = False
     wait: bool = False
     dry_run: bool = False
     verbose: bool = False
+    hold: str | None = None
+    """The hold to start it in."""
 
 
 END_OF_OPTIONS = "--"
@@ -190,6 +192,12 @@ def plan_options(function: _F) -> _F:
         click.option("-n", "--dry-run", is_flag=True, help="Show the plan; start and write nothing."),
         click.option("-v", "--verbose", is_flag=True, help="With -n: show values, variables, files and commands."),
     )
+
+
+def hold_option(function: _F) -> _F:
+    """Declare `--in HOLD`, a field of `StartOptions`."""
+    help_text = "Start it in the job that clusterddp hold keeps, after the runs there."
+    return click.option("--in", "hold", metavar="HOLD", type=RunName(), help=help_text)(function)
 
 
 def start_options(function: _F) -> _F:

@@ -50,6 +50,8 @@ def exec_(terminal: Terminal, *, name: str, argv: tuple[str, ...], rank: int, ru
     run = RunDir(find_run(runs_dir, name).path.absolute())
     demand_own(run.path)
     record = read_run(run)
+    if record.is_hold:
+        raise UsageError(f"{run.name}: is a hold, which has no ranks", hint="clusterddp exec RUN takes a run in it")
     demand_sealed(run)  # root, too, would start the command as another user than the rank's
     with Synchroniser([run], terminal.environ, interval_s=0.5) as sync:
         sync.update()

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-_STARTING = frozenset({"submit", "resume"})
+_STARTING = frozenset({"submit", "resume", "hold"})
 """Commands that write the name of a run, or of a sweep, as the first line."""
 FOLDER = ".login"
 AT_LOGIN = "CLUSTERDDP_AT_LOGIN"

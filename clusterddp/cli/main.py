@@ -30,6 +30,7 @@ _COMMANDS = {
     "cancel": ("runs", _DAILY, "end runs"),
     "resume": ("submit", _DAILY, "continue a run from its newest checkpoint"),
     "wait": ("runs", _DAILY, "wait until a run has ended"),
+    "hold": ("submit", _DAILY, "keep the machines of a spec; submit --in starts runs there in seconds"),
     "init": ("init", _BEFORE, "write a commented spec to start from"),
     "import": ("import_", _BEFORE, "write a spec from a batch script, a hostfile, a config of another launcher"),
     "doctor": ("doctor", _BEFORE, "look at this machine, the cluster and its nodes before a run"),
@@ -63,6 +64,7 @@ _TYPED = (
     ("clean, cleanup", "clusterddp rm RUN removes a run that has ended; clusterddp gc kills orphaned processes"),
     ("ssh, shell, bash", "clusterddp exec RUN opens a shell beside rank 0, with --rank N beside another one"),
     ("debug", "clusterddp stacks RUN shows where each rank is; clusterddp exec RUN opens a shell beside rank 0"),
+    ("salloc, reserve, alloc", "clusterddp hold SPEC keeps machines, submit --in HOLD starts runs there"),
     ("restart, continue", "clusterddp resume RUN continues a run, clusterddp submit RUN repeats it"),
     ("rerun, resubmit", "clusterddp submit RUN starts the spec of an earlier run again"),
     ("sweep", "clusterddp submit SPEC KEY=A,B --sweep makes a run of each value"),
@@ -79,7 +81,7 @@ _TYPED = (
 _INSTEAD = {word: hint for words, hint in _TYPED for word in words.split(", ")}
 """What people type who know another program, or an earlier version -> what to type instead, in a sentence."""
 
-_STARTING = {"submit", "resume", "worker", "demo"}
+_STARTING = {"submit", "resume", "hold", "worker", "demo"}
 """Commands that submit a run."""
 _SCRIPTS = {".slurm", ".sbatch", ".sh"}
 

@@ -1,4 +1,4 @@
-"""Commands that start ranks: submit, resume."""
+"""Commands that start ranks, or keep machines for them: submit, resume, hold."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import re
 import sys
 from collections.abc import Iterator, Mapping
 from functools import partial
@@ -22,11 +23,16 @@ from clusterddp.cli.arguments import (
     Place,
     RunName,
     SpecOrRun,
+    SpecPath,
     StartOptions,
     WithArguments,
+    collected,
     command,
+    hold_option,
+    output_option,
     place_options,
     plan_options,
+    runs_option,
     start_options,
 )
 from clusterddp.cli.login import (
@@ -51,6 +57,7 @@ from clusterddp.run.steps import is_batch_script, read_batch_script
 from clusterddp.run.sweep import find_sweep
 from clusterddp.spec.tree import near_file
 from clusterddp.system.files import build_record, read_json
+from clusterddp.system.units import UNIT_S
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
@@ -68,6 +75,7 @@ if TYPE_CHECKING:
 @place_options
 @plan_options
 @start_options
+@hold_option
 @click.option(
     "--smoke-test",
     is_flag=True,
@@ -109,9 +117,12 @@ def submit(
     clusterddp submit job.yaml --cpu -n                       what would happen
     clusterddp submit job.yaml --smoke-test                   all ranks here, for one step
     clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
+    clusterddp submit job.yaml --in calm-fox-7                in the job that clusterddp hold keeps
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
     """
     from clusterddp.spec.sweep import load_sweep
+
+    place = _placed_in_hold(place, smoke_test=smoke_test) if options.hold else place
 
     if is_run(spec, options.runs_dir):
         if smoke_test or sweep:
@@ -138,6 +149,13 @@ def submit(
     if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal.environ)):
         return start_at_login(node, resolved, runs_dir=options.runs_dir, discard=options.dry_run)
     return _start(read, terminal, options, smoke_test=smoke_test)
+
+
+def _placed_in_hold(place: Place, *, smoke_test: bool) -> Place:
+    """Return where a run in a hold is started, which is on Slurm, whatever its spec says."""
+    if smoke_test:
+        raise click.UsageError("--smoke-test starts all ranks on this machine, and --in names a job elsewhere")
+    return place if place.flags.get("launcher") else dataclasses.replace(place, launcher="slurm")
 
 
 def _start(read: SweepSpec, terminal: Terminal, options: StartOptions, *, smoke_test: bool) -> int:
@@ -259,6 +277,55 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
     return _carry_out_script(plan, resolved, terminal, options) if script else _carry_out(plan, terminal, options)
 
 
+@command("hold")
+@click.argument("spec", metavar="SPEC", type=SpecPath())
+@click.argument("overrides", metavar="[KEY=VALUE]...", nargs=-1, type=KeyValue())
+@click.option(
+    "--for", "time", metavar="TIME", help="How long: 90m, 2h, 1d, or as resources.time, whose place it takes."
+)
+@place_options
+@plan_options
+@output_option
+@runs_option
+@collected("options", StartOptions)
+@profile_option
+@click.pass_obj
+def hold(
+    terminal: Terminal,
+    *,
+    spec: Path | str,
+    overrides: tuple[str, ...],
+    time: str | None,
+    place: Place,
+    options: StartOptions,
+    profile: str | None,
+) -> int:
+    """Keep the machines of a spec: a Slurm job that starts no ranks, in which submit --in starts runs in seconds.
+
+    Runs in a hold come one after another. A run has the time that is left to the hold, and is asked to stop before its
+    end. cancel RUN leaves the hold as it is; cancel HOLD ends both, with --save at a checkpoint of the run.
+
+    \b
+    clusterddp hold job.yaml --for 2h              prints the name of the hold
+    clusterddp submit job.yaml --in calm-fox-7     again and again
+    clusterddp cancel calm-fox-7
+    """
+    from clusterddp.planning.hold import as_hold
+    from clusterddp.spec.load import load_spec
+
+    if time and (unit := re.fullmatch("([1-9][0-9]{0,4})([mhd])", time)):
+        time = f"{int(unit[1]) * UNIT_S[unit[2]] // 3600}:{int(unit[1]) * UNIT_S[unit[2]] // 60 % 60:02}:00"
+    overrides = (*overrides, *([f'resources.time="{time}"'] if time else []))
+    flags, hosts = place.flags, place.read_hosts()
+    resolved = load_spec(spec, overrides, profile=profile, environ=terminal.environ, flags=flags, hosts=hosts)
+    if resolved.job.launcher == "slurm" and (node := find_node(profile, terminal.environ)):
+        return start_at_login(node, resolved, runs_dir=options.runs_dir, discard=options.dry_run)
+    job = resolved.job.model_copy(update={"restarts": 0, "sweep": None, "notify": None})
+    with _starting():
+        plan = as_hold(_plan(dataclasses.replace(resolved, job=job), terminal, options))
+    return _carry_out(plan, terminal, options)
+
+
 @command("resume")
 @works_at_login
 @click.argument("name", metavar="RUN", type=RunName())
@@ -267,6 +334,7 @@ def _submit_again(terminal: Terminal, name: str, words: tuple[str, ...], place: 
 @click.option(
     "--trust", is_flag=True, help="Show what an unsealed run starts, and seal it: from now on it is your own."
 )
+@hold_option
 @start_options
 @click.pass_obj
 def resume(
@@ -294,7 +362,8 @@ def resume(
         _trust(run)
     check = None if from_start or is_batch_script(run) or may_have_saved(run) else partial(_confirm_start_over, run)
     with _starting():
-        submitted = resume_run(run, report=say, overrides=overrides, check=check)
+        place = find_run(options.runs_dir, options.hold) if options.hold else None
+        submitted = resume_run(run, report=say, overrides=overrides, check=check, hold=place)
     return stay_with(submitted, terminal, options, verb="resumed")
 
 
@@ -331,7 +400,7 @@ def _confirm_start_over(run: RunDir) -> None:
         raise UsageError("nothing was started")
 
 
-COMMANDS = {"submit": submit, "resume": resume}
+COMMANDS = {"submit": submit, "hold": hold, "resume": resume}
 
 
 @contextlib.contextmanager
@@ -353,6 +422,7 @@ def _plan(
     trial: Trial | None = None,
     submission: bytes | None = None,
 ) -> Plan:
+    from clusterddp.planning.hold import in_hold
     from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
 
@@ -365,7 +435,8 @@ def _plan(
         submission=submission,
         run=PLANNED_NAME if options.dry_run else None,
     )
-    return plan_run(resolved, request)
+    plan = plan_run(resolved, request)
+    return in_hold(plan, find_run(options.runs_dir, options.hold)) if options.hold else plan
 
 
 def _try_out(resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) -> int:
@@ -407,12 +478,14 @@ def _carry_out_sweep(plan: SweepPlan, terminal: Terminal, options: StartOptions)
 def _refuse_for_sweep(options: StartOptions) -> None:
     if options.follow:
         raise click.UsageError("--follow shows one run, and this is a sweep of many; --wait waits for all of them")
+    if options.hold:
+        raise click.UsageError("--in starts one run, and this is a sweep of many, which has jobs of its own")
 
 
 def _carry_out(plan: Plan, terminal: Terminal, options: StartOptions) -> int:
     """Show the plan, or submit it and stay with the run as long as the options say; return the exit code."""
     if options.dry_run:
-        return _show(plan, plan.slurm, plan_text, terminal, options)
+        return _show(plan, None if plan.in_hold else plan.slurm, plan_text, terminal, options)
     from clusterddp.submission.submit import submit as submit_plan
 
     for note in plan.notes:

@@ -19,6 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.host_run import raise_if_unknown
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
+from clusterddp.run.record import read_run
 from clusterddp.system.files import read_json
 from clusterddp.view.printable import printable
 
@@ -60,7 +61,8 @@ def stay_with(
             put(submitted.run)
         if not (carried or options.wait or options.follow):
             where = address(run, terminal)
-            say(f"  follow  clusterddp logs -f {where}")
+            start = f"start   clusterddp submit SPEC --in {where}"
+            say(f"  {start if read_run(run).is_hold else f'follow  clusterddp logs -f {where}'}")
             say(f"  status  clusterddp status {where}")
             say(f"  cancel  clusterddp cancel {where}")
             return 0

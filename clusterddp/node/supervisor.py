@@ -152,6 +152,8 @@ class JobPlace:
     """Listens for the tasks of the node: (socket, ranks, host, selector)."""
     watch_job: Callable[[JobOrder, Mapping[str, str], Clock, float], JobWatch]
     """Watches the job for the head: (job, environment, clock, seconds before the time limit to ask for a stop)."""
+    without_tasks: type[Children] = Children
+    """Starts the ranks of a node that has no tasks of the job."""
 
 
 class Supervisor:
@@ -177,7 +179,8 @@ class Supervisor:
             listener = socket.socket(fileno=order.tasks)
             self._tasks = place.open_tasks(listener, order.node.ranks, order.node.host, self._selector)
         ours = order.gang.entry.target.startswith("clusterddp.")
-        children = Children(environment, os.getpid(), ours=ours) if self._tasks is None else None
+        kind = place.without_tasks if place is not None else Children
+        children = kind(environment, os.getpid(), ours=ours) if self._tasks is None else None
         rank_starter = children or self._tasks
         assert rank_starter is not None
         self._preparation = Preparation(order, environment)
@@ -312,8 +315,9 @@ class Supervisor:
 
     def dismiss_tasks(self, exit_code: int) -> None:
         """Let the job's tasks exit, once the helpers have; from then on its end may end this process at any moment."""
-        if self._tasks is not None:
+        if self._order.job is not None:
             self._helpers.finish()
+        if self._tasks is not None:
             self._tasks.dismiss(exit_code)
 
     def _take_signals(self) -> None:

@@ -123,6 +123,7 @@ def _write_identity(run: RunDir, plan: Plan) -> None:
         launcher=plan.launcher,
         created_ns=time.time_ns(),
         parent=plan.parent,
+        hold=plan.hold,
         submitter=dataclasses.asdict(ProcessIdentity.of()),
     )
     write_run(run, record)

@@ -100,6 +100,8 @@ class Plan:
     """The job, for the slurm launcher."""
     ssh: SshPlan | None = None
     """The hosts, for the ssh launcher."""
+    hold: str | None = None
+    """The hold in whose job the run is started, the name of a run beside it; its own name: it is a hold."""
     submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
     """A function from Python with its arguments, pickled, whose name is the entry's target; or the text of a batch
     script. It is not in plan.json."""
@@ -112,6 +114,11 @@ class Plan:
     def run_dir(self) -> Path:
         on_host = self.ssh is not None and self.ssh.home is not None
         return self.runs_dir / (directory_name(self.run, self.token) if on_host else self.run)
+
+    @property
+    def in_hold(self) -> bool:
+        """Whether it is started in the job of a hold."""
+        return self.hold is not None and self.hold != self.run
 
     @property
     def dir_on_hosts(self) -> str:
@@ -334,10 +341,20 @@ def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None =
     entry = move_entry(plan.gang.entry, moved)
     run = run_dir.name if home is None else plan.run
     gang = dataclasses.replace(plan.gang, run=run, entry=entry)
-    slurm = plan.slurm and place_slurm(plan.slurm, name=plan.name, token=plan.token, run_dir=run_dir, attempt=attempt)
+    names = {"name": plan.name, "token": plan.token}
+    slurm = plan.slurm and place_slurm(plan.slurm, **names, run_dir=run_dir, attempt=attempt, in_hold=plan.in_hold)
     ssh = plan.ssh and place_ssh(plan.ssh, home)
     spec = plan.spec if home is None else spec_at_home(plan.spec, home)
-    there = dataclasses.replace(plan, run=run, runs_dir=run_dir.parent, spec=spec, gang=gang, slurm=slurm, ssh=ssh)
+    there = dataclasses.replace(
+        plan,
+        run=run,
+        runs_dir=run_dir.parent,
+        spec=spec,
+        gang=gang,
+        slurm=slurm,
+        ssh=ssh,
+        hold=run if plan.hold == plan.run else plan.hold,
+    )
     return dataclasses.replace(
         there, rank0=_rank0_variables(there), files=_files_written(there), commands=_commands_started(there)
     )
@@ -446,6 +463,8 @@ def _commands_started(plan: Plan) -> tuple[tuple[str, ...], ...]:
     if plan.slurm and plan.gang.entry.kind == "batch_script":
         return ((*plan.slurm.sbatch, str(plan.slurm.file_of(RunDir(plan.run_dir))), *plan.slurm.arguments),)
     rank = rank_command(plan.run_dir)
+    if plan.slurm and plan.in_hold:
+        return ((*plan.slurm.srun, "0"), *[module_command(SLURM_SUPERVISOR) for _ in plan.gang.nodes], rank)
     if plan.slurm:
         supervisors = [module_command(SLURM_SUPERVISOR) for _ in plan.gang.nodes]
         script = str(plan.slurm.file_of(RunDir(plan.run_dir)))

@@ -230,14 +230,16 @@ Nothing is imported from the working directory, as in system/python.py.
 """
 
 
-def container_words(container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path) -> tuple[str, ...]:
-    """Return the task's argv up to its arguments.
+def container_words(
+    container: dict[str, Any] | None, *, mounts: tuple[str, ...], run_dir: Path, module: str
+) -> tuple[str, ...]:
+    """Return the argv of a task, which is `module`, up to its arguments.
 
     Source: https://apptainer.org/docs/user/latest/cli/apptainer_exec.html
     """
     if container is None:
-        return module_command(TASK_MODULE)
-    python = (container["python"], "-c", _TASK, IMPORT_PATH, TASK_MODULE)
+        return module_command(module)
+    python = (container["python"], "-c", _TASK, IMPORT_PATH, module)
     if container["runtime"] == "pyxis":
         return (*_SHELL, *python)
     binds = tuple(f"--bind={mount}" for mount in _mounts(container, mounts, run_dir))
@@ -278,6 +280,8 @@ SCRIPT = "slurm_job.sh"
 SCRIPT_FOLDER = "sbatch"
 """The folder, in the launcher's directory, of what sbatch gets for a user's batch script."""
 TASK_MODULE = "clusterddp.places.slurm.task"
+NODE_TASK_MODULE = "clusterddp.places.slurm.node_task"
+"""In a hold: one task for each node, whose supervisor forks the ranks."""
 SLURM_SUPERVISOR = "clusterddp.places.slurm.supervisor"
 
 
@@ -316,8 +320,8 @@ class SlurmPlan:
         return run.launcher_dir / self.file
 
 
-def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int) -> SlurmPlan:
-    """Fill in what depends on the run's directory and on the first attempt of the job."""
+def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int, in_hold: bool) -> SlurmPlan:
+    """Fill in what depends on the run's directory, on the first attempt of the job, and on whose job it is."""
     tag = job_tag(token, attempt)
     if plan.directory is not None:
         return dataclasses.replace(
@@ -335,7 +339,7 @@ def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attemp
             comment=job_comment(run_dir.name, tag),
             directory=RunDir(run_dir).launcher_dir,
         ),
-        srun=_srun_argv(plan, run_dir),
+        srun=_srun_argv(plan, run_dir, in_hold=in_hold),
     )
 
 
@@ -367,7 +371,7 @@ def _with_comment(options: Mapping[str, str | bool], comment: str) -> str:
     return f"{users}; {comment}" if isinstance(users, str) and users else comment
 
 
-def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
+def _srun_argv(plan: SlurmPlan, run_dir: Path, *, in_hold: bool) -> tuple[str, ...]:
     options = plan.sbatch_options
     ours: Options = {
         "kill_on_bad_exit": "1",
@@ -384,19 +388,26 @@ def _srun_argv(plan: SlurmPlan, run_dir: Path) -> tuple[str, ...]:
         "export": "ALL",
         "output": str(RunDir(run_dir).launcher_dir / "tasks.log"),
     }
-    inside = container_words(plan.container, mounts=plan.mounts, run_dir=run_dir)
+    module = NODE_TASK_MODULE if in_hold else TASK_MODULE
+    if in_hold:  # one task has the cores of all ranks of its node
+        ours |= {"ntasks": options["nodes"], "ntasks_per_node": "1"}
+        if cores := options.get("cpus_per_task"):
+            ours["cpus_per_task"] = str(int(cores) * int(options["ntasks_per_node"]))
+    inside = container_words(plan.container, mounts=plan.mounts, run_dir=run_dir, module=module)
     flags = container_flags(plan.container, mounts=plan.mounts, run_dir=run_dir)
     task = (*inside, str(run_dir))
-    return (*_without_binding(options), "srun", *option_argv(ours | plan.srun_options), *flags, *task)
+    return (*_without_binding(options, in_hold=in_hold), "srun", *option_argv(ours | plan.srun_options), *flags, *task)
 
 
-def _without_binding(options: Mapping[str, str | bool]) -> tuple[str, ...]:
+def _without_binding(options: Mapping[str, str | bool], *, in_hold: bool) -> tuple[str, ...]:
     """Return the words before srun with which every rank sees all GPUs of its node, unless the user binds them.
 
     sbatch sets variables for GPUs per task, from which srun gives each task only its own GPUs. `--gpu-bind=none` does
     not help: srun 20.11 refuses it, and with 22.05 no task sees any GPU.
     """
     by_task = {"gpus_per_task": "SLURM_GPUS_PER_TASK", "tres_per_task": "SLURM_TRES_PER_TASK"}
+    if in_hold:  # the variables are those of the hold's job
+        return ("env", *(f"--unset={variable}" for variable in (*by_task.values(), "SLURM_CPUS_PER_TASK")))
     if by_task.keys().isdisjoint(options) or not BIND_OPTIONS.isdisjoint(options):
         return ()
     return ("env", *(f"--unset={variable}" for variable in by_task.values()))

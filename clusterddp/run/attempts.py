@@ -304,6 +304,7 @@ def adopt(run: RunDir, number: int, *, queued: bool = False) -> None:
             keeper=None,
             job_id=None,
             job_tag=None,
+            hold=None,
             base_attempt=number,
             queued=queued,
         ),

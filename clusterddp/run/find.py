@@ -74,6 +74,16 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     )
 
 
+def list_held(hold: RunDir) -> dict[Path, RunDir]:
+    """List the runs in a hold by their requests: the one that runs, if any, then those that wait, in their order."""
+    try:
+        names = sorted(name for name in os.listdir(hold.requests) if name[0].isdigit())  # no file being written
+    except FileNotFoundError:
+        return {}
+    parts = ((name, name.partition("-")[2]) for name in names)
+    return {hold.requests / name: RunDir(hold.path.parent / run) for name, run in parts if is_run_name(run)}
+
+
 def is_job(name: str) -> bool:
     """Return whether a name is that of a job: Slurm's id, or a process id; of a task in a job array, 12345_3."""
     return re.fullmatch(r"[0-9]+(_[0-9]+)?", name) is not None

@@ -108,6 +108,17 @@ class RunRecord:
     """On Slurm: where the job of a batch script starts; None: it is a job of our own script, below the run."""
     queued: bool = False
     """In a sweep without Slurm: the queue of the sweep has not started the newest attempt yet."""
+    hold: str | None = None
+    """The hold (places/slurm/hold.py) in whose job the run is, a run beside it; its own name: it is a hold."""
+
+    @property
+    def is_hold(self) -> bool:
+        return self.hold == self.run
+
+    @property
+    def in_hold(self) -> bool:
+        """Whether its job is that of a hold, which outlives it."""
+        return self.hold is not None and not self.is_hold
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

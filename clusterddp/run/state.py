@@ -156,7 +156,8 @@ def read_records(run: RunDir, record: RunRecord) -> Records:
     end = find_end(newest, record.token)
     before = read_end(run.attempt(newest.number - 1)) if newest.number and end is None else None
     start = read_start(newest)
-    is_script = is_claimed and is_batch_script(run)  # it runs as soon as its job does
+    # These run as soon as their job does.
+    is_script = is_claimed and (record.is_hold or is_batch_script(run))
     return Records(
         run=run,
         record=record,

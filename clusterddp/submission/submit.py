@@ -15,6 +15,7 @@ from clusterddp.places.registry import launcher_named, starter_named
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
+from clusterddp.planning.hold import in_hold, with_own_job
 from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
@@ -75,10 +76,11 @@ def resume(
     *,
     overrides: Sequence[str] = (),
     check: Callable[[], None] | None = None,
+    hold: RunDir | None = None,
 ) -> Submitted:
     """Start the next attempt of a run that ended before it was done, or of one to which `overrides` give more to do.
 
-    `check` may refuse it, once it is known that the run can go on.
+    `check` may refuse it, once it is known that the run can go on. `hold`: in whose job it goes on; None: in its own.
     Raises: UsageError: the run is not this user's own, has not ended, is done, or cannot go on with these values.
     PreflightError: fewer GPUs are free than the run had. SpecError: an override is wrong.
     """
@@ -87,6 +89,8 @@ def resume(
     environ = inherited_environment()
     demand_own(run.path)
     record = read_run(run)
+    if record.is_hold:
+        raise UsageError(f"{run.name}: is a hold, which has no ranks to go on", hint="clusterddp hold SPEC makes one")
     with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
@@ -107,7 +111,7 @@ def resume(
     launcher_named(record.launcher, environ).clear_away(
         run, record
     )  # first: leftover processes may hold the run's GPUs
-    plan = plan_again(run, environ, overrides)
+    plan = plan_again(run, environ, overrides, hold=hold)
     check_start(plan, environ)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
@@ -186,8 +190,10 @@ def wait(
         interval = min(1.0, interval * 1.2)
 
 
-def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = ()) -> Plan:
-    """Renew what depends on the machine, on the path of the run directory and on `overrides`; write the plan.
+def plan_again(
+    run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = (), *, hold: RunDir | None = None
+) -> Plan:
+    """Renew what depends on the machine, the path of the run directory, `overrides` and `hold`; write the plan.
 
     Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use. UsageError: the
     run cannot go on with these values. SpecError: an override is wrong.
@@ -199,6 +205,7 @@ def plan_again(run: RunDir, environ: Mapping[str, str], overrides: Sequence[str]
         changed = plan_changed(plan, run.spec, overrides, environ)
     starter = starter_named(plan.launcher, environ, run=run.name)
     renewed = move_plan(starter.renew(changed), run.path)
+    renewed = with_own_job(renewed) if hold is None else in_hold(renewed, hold)
     if overrides:
         write_text(run.spec, renewed.spec_text)
     if renewed != plan:

@@ -19,6 +19,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.host_run import read_reports, read_unreached, start_of
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_held
 from clusterddp.run.rank_usage import read_usage_report
 from clusterddp.run.record import RankEnd, RunRecord, Start, read_events, read_gang, read_run, read_start
 from clusterddp.run.seal import Mark, mark_of
@@ -75,6 +76,8 @@ class RunSummary:
     times: Times
     variant: str = ""
     """In a sweep: the values by which this run differs from the others."""
+    hold: str | None = None
+    """The hold in whose job it is, or was; its own name: it is a hold."""
     mark: Mark = ""
     """Why it is not your own, so that commands only read it: `unsealed`, `another user's`; empty: it is."""
     bytes: int | None = None
@@ -127,6 +130,8 @@ class RunStatus(RunSummary):
     """The kind of the root cause, by its words."""
     steps: tuple[StepStatus, ...] | None = None
     """Of a batch script: the commands that have started ranks in the newest attempt."""
+    held: tuple[str, ...] = ()
+    """Of a hold: the run that runs in it, and those that wait."""
     shown_step: str | None = None
     """Of a batch script: the newest step that runs, else the first that failed, else the newest."""
 
@@ -150,6 +155,7 @@ class RunStatus(RunSummary):
             "progress": summary["progress"],
             "steps": None if self.steps is None else [step.to_json() for step in self.steps],
             "shown_step": self.shown_step,
+            "held": list(self.held),
             "ranks": [rank.to_json() for rank in self.ranks],
             "root_cause": cause
             and {name: getattr(cause, name) for name in ("rank", "host", "exit_code", "error", "log")},
@@ -173,7 +179,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     view = view or read_state(run, record=record)
     steps = read_steps(run, view, record.token) if is_batch_script(run) else None
     shown = run if steps is None else shown_step(run, view.attempt)
-    gang, end = (None if steps == () else gang_of(shown)), view.end
+    gang, end = (None if steps == () or record.is_hold else gang_of(shown)), view.end
     attempt = None if view.attempt is None else shown.attempt(view.attempt)
     start: Start = (attempt and read_start(attempt)) or {}
     of_ranks = step_view(shown, view, record.token)
@@ -198,6 +204,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         world_size=gang.num_ranks if gang else 0,
         ranks=rank_statuses(gang, attempt, start, of_ranks, unreached=unreached, report=usage) if gang else (),
         steps=steps,
+        held=tuple(each.name for each in list_held(run).values()) if record.is_hold and not view.finished else (),
         shown_step=shown.step,
         root_cause=end.root_cause if end else None,
         diagnosis=diagnose(end.root_cause, run) if end and end.root_cause else None,
@@ -248,6 +255,7 @@ def _summary(shown: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int
         "run": run.name,
         "name": record.name,
         "variant": record.variant,
+        "hold": record.hold,
         "mark": mark_of(run),
         "state": view.state,
         "launcher": record.launcher,

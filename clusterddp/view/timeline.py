@@ -87,7 +87,7 @@ def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: flo
             if name in _ASKED and attempt_number is not None and at is not None:
                 asked.setdefault(attempt_number, at)
     attempts: list[AttemptSpan] = []
-    found, is_script = run.attempts(), is_batch_script(run)
+    found, is_script = run.attempts(), record.is_hold or is_batch_script(run)
     for attempt in found:
         before = attempts[-1].ended if attempts else record.created_ns / 1e9
         is_over = is_finished or attempt != found[-1]

@@ -46,7 +46,7 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
         Column(title="VARIANT", cells=[printable(run.variant) or "-" for run in summaries], gives_way=1, least=10),
         Column(title="NAME", cells=[printable(run.name) for run in summaries], gives_way=4, least=8),
         Column(title="STATE", cells=[run.state.value for run in summaries], paint=state_text),
-        Column(title="LAUNCHER", cells=[printable(run.launcher) for run in summaries], gives_way=8),
+        Column(title="LAUNCHER", cells=[_launcher(run) for run in summaries], gives_way=8),
         Column(title="PROGRESS", cells=[short_progress(run.progress) for run in summaries], gives_way=3),
         Column(title="ACCURACY", cells=["-" if each is None else f"{each:.1%}" for each in accuracies], gives_way=5),
         Column(title="SUBMITTED", cells=[_when(run.created, now) for run in summaries], gives_way=7),
@@ -58,6 +58,10 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
     left_out |= set() if names else {"NAME"}
     left_out |= {"SIZE"} if all(run.bytes is None for run in summaries) else set()
     return lay_out([column for column in table_columns if column.title not in left_out], room=room)
+
+
+def _launcher(summary: RunSummary) -> str:
+    return printable(summary.launcher) + (" hold" if summary.hold == summary.run else "")
 
 
 def _reason(summary: RunSummary, *, short: bool) -> str:

@@ -84,12 +84,24 @@ def status_lines(
         lines.append(f"  {checkpoint_text(status.checkpoint)}")
     lines.append("")
     lines += _step_lines(status, columns)
+    if status.hold == status.run:
+        return [*lines, *_hold_lines(status, address)]
     table = rank_table if one_by_one or len(status.ranks) <= MOST_RANKS_ONE_BY_ONE else node_table
     lines += table(status.ranks, columns) if status.ranks or status.steps is None else []
     if status.root_cause:
         lines += ["", *root_cause_lines(status.root_cause, run, columns=columns)]
     steps = next_steps(status.state.value, address, run, status.root_cause, job_log=status.job_log)
     return [*lines, "", *steps] if steps else lines
+
+
+def _hold_lines(status: RunStatus, address: str) -> list[str]:
+    """Write which runs are in a hold, and the commands that are useful with it."""
+    if status.finished:
+        return []
+    runs, *waiting = [printable(run) for run in status.held] or ["no run is in it"]
+    waits = f"; waiting: {', '.join(waiting)}" if waiting else ""
+    start, end = f"clusterddp submit SPEC --in {address}", f"clusterddp cancel {address}"
+    return [f"  {'run':<10} {runs}{waits}", "", f"  {'start':<10} {start}", f"  {'cancel':<10} {end}"]
 
 
 def _step_lines(status: RunStatus, columns: int | None) -> list[str]:
@@ -238,6 +250,9 @@ def short_progress(progress: Progress | None) -> str:
 
 def _where(status: RunStatus) -> str:
     parts = [f"{status.launcher} job {status.job_id}" if status.job_id else status.launcher]
+    if status.hold == status.run:
+        return ", ".join(["hold", *parts, *(_job_facts(status.job) if status.job else []), *_times_texts(status)])
+    parts += [f"in hold {status.hold}"] if status.hold else []
     if status.launcher == FOREIGN:
         parts = [f"started by {status.job_id}"]
     if status.job:

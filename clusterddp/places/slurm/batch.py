@@ -124,6 +124,10 @@ def main() -> int:
         carried = read_carried(run, start, environ)
         if not start.carries(carried.record):
             raise ClusterddpError(f"{run.name}: job {start.job_id} is not its newest job, so this job starts nothing")
+        if carried.record.is_hold:
+            from clusterddp.places.slurm.keeper import keep
+
+            return keep(carried, signals)
         return carry(carried, signals)
     except (ClusterddpError, OSError) as error:
         message = error.message if isinstance(error, ClusterddpError) else str(error)
@@ -176,7 +180,20 @@ def carry(carried: Carried, signals: Signals) -> int:
         end_processes(f"{carried.record.token}.", timeout_s=5.0)
         end = _explain(carried, srun_end, read_last_bytes(log, start=log_size_before).decode(errors="replace"), signals)
         end_run(run, end, attempt=attempt, token=carried.record.token)
+    last = read_end(retry_outage(run.newest_attempt)) if carried.record.in_hold else None
+    if last is not None and last.will_restart:
+        if last.outcome == "FAILED" and _job_goes_on(carried, signals):
+            return carry(carried, signals)
+        reason = f"{last.reason}; its hold ends"
+        end_run(run, dataclasses.replace(last, reason=reason, will_restart=False, needs_job=False, ended=0.0))
     return _conclude(carried, attempt)
+
+
+def _job_goes_on(carried: Carried, signals: Signals) -> bool:
+    job = None
+    with contextlib.suppress(SlurmError):
+        job = show_job(carried.start.job_id, carried.environment)
+    return not signals.ended and job is not None and not job.ends
 
 
 def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
@@ -260,6 +277,8 @@ def _explain(carried: Carried, srun_end: str | None, srun_log: str, signals: Sig
     job = None
     with contextlib.suppress(SlurmError):
         job = show_job(start.job_id, carried.environment)
+    if carried.record.in_hold and is_file(run.cancel_file):
+        return cancelled("cancelled; its supervisors did not answer")
     is_ended = job is not None and job.ends and not job.preempted and job.restarts == start.restart_count
     if is_ended and job is not None and job.reason in {"None", ""}:  # also before this process handled its SIGTERM
         return cancelled("the job was cancelled (scancel)")

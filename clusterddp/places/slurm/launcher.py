@@ -9,6 +9,7 @@ import dataclasses
 import os
 import re
 import shlex
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from clusterddp.errors import ClusterddpError, PreflightError, SlurmError, Usage
 from clusterddp.places.base import Launcher, Report, no_report
 from clusterddp.places.slurm.commands import call_slurm, run_slurm
 from clusterddp.places.slurm.explain import advise_refusal
+from clusterddp.places.slurm.hold import ask_hold, ask_in_hold, await_release, leave_queue, refuse_ended
 from clusterddp.places.slurm.queue import Phase, Slurm, scancel
 from clusterddp.places.slurm.state import (
     ask_slurm,
@@ -71,9 +73,13 @@ class SlurmLauncher(Launcher):
         """Check that the data set is there before the job takes its GPUs: nodes often have no internet.
 
         A directory that does not exist here may exist on the nodes only; then the plan has a note on it.
-        Raises: PreflightError: the directory exists here and lacks the data set.
+        Raises: PreflightError: the directory exists here and lacks the data set. UsageError: its hold has ended.
         """
         train = plan.spec.get("train")
+        if plan.hold is not None:
+            if not plan.in_hold:
+                return  # it reads no data
+            refuse_ended(RunDir(plan.runs_dir / plan.hold), self._environ)
         if plan.slurm is None or plan.gang.on_cpu or plan.gang.entry.target != TRAINER or not train:
             return
         name, data_dir = str(train["dataset"]), Path(train["data_dir"])
@@ -102,7 +108,13 @@ class SlurmLauncher(Launcher):
         return dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
 
     def request_end(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> bool:
-        """Have Slurm cancel the run's job; True when the job may be running and will record the end itself."""
+        """Have Slurm cancel the run's job; True when the job may be running and will record the end itself.
+
+        In a hold the supervisors see the CANCEL file; a run that waits there is ended here.
+        """
+        if record.in_hold:
+            leave_queue(run, record)
+            return True
         try:
             job = find_job(run, record, self._environ)
             if job is None or is_over(job):
@@ -116,6 +128,8 @@ class SlurmLauncher(Launcher):
 
     def request_stop(self, run: RunDir, record: RunRecord, sync: Synchroniser) -> None:
         """Signal the job's batch process: over a slow file system it may see the STOP file late."""
+        if record.in_hold:
+            return
         job = find_job(run, record, self._environ)
         if job is not None and not is_over(job):
             scancel(job.name, job.job_id, record.cluster, self._environ, "--batch", "--signal=USR2")
@@ -168,7 +182,10 @@ class SlurmLauncher(Launcher):
         return [*step, *module_command(EXEC_MODULE, str(run.path), *words)]
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
-        """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`."""
+        """Wait for the end of a job whose supervisors do not answer; False when it still runs after `timeout_s`.
+
+        In a hold its batch process ends them.
+        """
         if not is_over(wait_for_end(run, record, self._environ, timeout_s)):
             return False
         drop_secrets(run)
@@ -176,6 +193,9 @@ class SlurmLauncher(Launcher):
 
     def clear_away(self, run: RunDir, record: RunRecord) -> int:
         """Cancel a leftover job of a run that has ended; return the number of cancelled jobs."""
+        if record.in_hold:
+            await_release(run, record)
+            return 0
         job = find_job(run, record, self._environ)
         if job is None or is_over(job):
             return 0
@@ -190,15 +210,25 @@ class SlurmLauncher(Launcher):
         return 1
 
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> str:
-        """Submit the job that starts with this attempt; see `submit_attempt`."""
+        """Submit the job that starts with this attempt; see `submit_attempt`. Or ask a hold to start it."""
+        plan = read_plan(run)
+        if plan.hold is not None and plan.in_hold:
+            write_variables(run, plan, self._environ)
+            return ask_hold(run, attempt, plan.hold)
         return submit_attempt(run, attempt, self._environ, report=report)
 
     def withdraw(self, run: RunDir) -> str:
         """Cancel a job whose submit was interrupted; see `withdraw_job`."""
+        record = read_run(run)
+        if record.in_hold:
+            write_json(run.cancel_file, {"by": "an interrupt", "time": time.time()}, exclusive=True)
+            return "" if leave_queue(run, record) else "its hold ends it"
         return withdraw_job(run, self._environ)
 
     def probe(self, records: Records, slurm: Slurm) -> Answer:
         """Say what queue and accounting know of the run's job."""
+        if records.record.in_hold:
+            return ask_in_hold(records, slurm)
         return ask_slurm(records, slurm)
 
 
@@ -237,6 +267,7 @@ def submit_attempt(
         keeper=None,
         array_index=int(task) if task.isdecimal() else None,
         job_directory=plan.slurm.job_directory,
+        hold=plan.hold,
     )
     write_run(run, record)
     answer, warnings = submit_job(run, plan, record, environ)

@@ -24,7 +24,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.processes import STOP_SIGNALS, become_subreaper, signal_group, start_rank
@@ -33,6 +33,9 @@ from clusterddp.ranks.environment import SUPERVISOR_PID, inherited_environment, 
 from clusterddp.ranks.slurm_step import StepPlace, read_place
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import RunDir
+
+if TYPE_CHECKING:
+    from clusterddp.run.supervisors import SupervisorOrder
 
 MAX_PACKET = 1 << 20
 _PREFIX = "\0clusterddp-"
@@ -245,43 +248,12 @@ class Task:
         return message | ({"listener": int.from_bytes(given[0][:4], sys.byteorder)} if given and given[0] else {})
 
     def _start_supervisor(self, gang: dict[str, Any]) -> subprocess.Popen[bytes]:
-        # Only here, because the other tasks of the node import next to nothing.
-        from clusterddp.run.gang import Gang
-        from clusterddp.run.supervisors import JobOrder, SupervisorOrder, start_supervisor
-
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         listener.bind(self._name)
         listener.listen(1024)
-        place = self._place
-        record = read_plan_file(self._run.record)
-        ranks = Gang.from_json(gang | {"nodes": place.nodes})
-        if ranks.threads_per_rank is None:
-            cores = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
-            threads = max(1, cores // len(ranks.carried_by(place.ranks[place.node_rank])))
-            ranks = dataclasses.replace(ranks, threads_per_rank=threads)
-        order = SupervisorOrder(
-            run_dir=self._run.path,
-            gang=ranks,
-            node_rank=place.node_rank,
-            attempt=self._attempt,
-            step=self._run.step,
-            link=None,
-            parent_bound=False,
-            tasks=listener.fileno(),
-            job=JobOrder(
-                job_id=place.job_id,
-                restart_count=place.restart_count,
-                used_restarts=max(0, self._attempt - int(record.get("base_attempt", 0))),
-                job_tag=record.get("job_tag"),
-                heads=self.find_heads(),
-            ),
-        )
-        # Blocked until it handles them: at its start a signal would end it.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
-        try:
-            process = start_supervisor(order, inherited_environment(), answers=False, module=SUPERVISOR)
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        heads, tasks = self.find_heads(), listener.fileno()
+        order = order_supervisor(self._run, self._attempt, gang, self._place, heads=heads, tasks=tasks)
+        process = start_deaf(order)
         # `send_signal` first checks whether the process was reaped: its pid may be another process's by then.
         self._forward = process.send_signal
         listener.close()
@@ -289,7 +261,7 @@ class Task:
 
     def find_heads(self) -> tuple[str, ...]:
         """Return names and addresses of node 0's host, at which the other nodes look for its supervisor."""
-        return tuple(filter(None, (self._place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR"))))
+        return heads_of(self._place)
 
     def reach_supervisor(self) -> None:
         """Connect to the supervisor of the node. One that has ended, as its guard, is found by `serve`.
@@ -332,12 +304,7 @@ class Task:
         return self.exit_code(1)
 
     def _await_record(self) -> None:
-        deadline = time.monotonic() + _RECORD_S
-        while time.monotonic() < deadline:
-            with contextlib.suppress(OSError, ValueError):  # storage that is away may come back
-                if self._run.newest_attempt().end.exists():
-                    return
-            time.sleep(0.1)
+        await_record(self._run)
 
     def _await_end_of_supervisor(self) -> None:
         """Stay until the supervisor has exited: Slurm ends what is left when its last task has."""
@@ -345,6 +312,75 @@ class Task:
         with contextlib.suppress(OSError):
             while self._sock.recv(MAX_PACKET):
                 pass
+
+
+def heads_of(place: StepPlace) -> tuple[str, ...]:
+    """Return names and addresses of the first host of a step."""
+    return tuple(filter(None, (place.hosts[0], os.environ.get("SLURM_LAUNCH_NODE_IPADDR"))))
+
+
+def order_supervisor(
+    run: RunDir,
+    attempt: int,
+    gang: dict[str, Any],
+    place: StepPlace,
+    *,
+    heads: tuple[str, ...],
+    tasks: int | None,
+) -> SupervisorOrder:
+    """Return the order for the supervisor of the node that this task is on.
+
+    `tasks`: as in the order; None: the supervisor starts the ranks.
+    """
+    # Only in the first task of a node, because the others import next to nothing.
+    from clusterddp.run.gang import Gang
+    from clusterddp.run.supervisors import JobOrder, SupervisorOrder
+
+    record = read_plan_file(run.record)
+    whole = Gang.from_json(gang | {"nodes": place.nodes})
+    if whole.threads_per_rank is None:
+        cores = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
+        threads = max(1, cores // len(whole.carried_by(place.ranks[place.node_rank])))
+        whole = dataclasses.replace(whole, threads_per_rank=threads)
+    return SupervisorOrder(
+        run_dir=run.path,
+        gang=whole,
+        node_rank=place.node_rank,
+        attempt=attempt,
+        step=run.step,
+        link=None,
+        parent_bound=tasks is None,
+        one_node=tasks is None,
+        tasks=tasks,
+        job=JobOrder(
+            job_id=place.job_id,
+            restart_count=place.restart_count,
+            used_restarts=max(0, attempt - int(record.get("base_attempt", 0))),
+            job_tag=record.get("job_tag"),
+            heads=heads,
+        ),
+    )
+
+
+def start_deaf(order: SupervisorOrder) -> subprocess.Popen[bytes]:
+    """Start a supervisor that receives signals once it handles them: at its start one would end it."""
+    from clusterddp.run.supervisors import start_supervisor
+
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        return start_supervisor(order, inherited_environment(), answers=False, module=SUPERVISOR)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def await_record(run: RunDir) -> None:
+    """Wait until the end of the newest attempt is recorded, or until there is no hope of it."""
+    deadline = time.monotonic() + _RECORD_S
+    while time.monotonic() < deadline:
+        with contextlib.suppress(OSError, ValueError):  # storage that is away may come back
+            if run.newest_attempt().end.exists():
+                return
+        time.sleep(0.1)
 
 
 def connect(name: str) -> socket.socket | None:

@@ -62,6 +62,7 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
         "created",
         "ended",
         "times",
+        "hold",
         "mark",
         "world_size",
     ]
@@ -69,6 +70,7 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
         "progress",
         "steps",
         "shown_step",
+        "held",
         "ranks",
         "root_cause",
         "diagnosis",
