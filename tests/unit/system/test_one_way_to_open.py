@@ -28,7 +28,6 @@ ALLOWED = {
     "places/slurm/step_command.py": "in the job: /proc, the first line of programs, the meeting of its agents",
     "places/slurm/task.py": "a task imports as little as it can, and reads the plan of its own job",
     "places/ssh/agent/boot.py": "runs before the package is there",
-    "places/ssh/agent/network.py": "/proc",
     "places/ssh/agent/store.py": "the agent's own record, in its own directory",
     "places/ssh/config.py": "the user's own files: ssh's configuration",
     "places/ssh/download.py": "what this process has just written",
