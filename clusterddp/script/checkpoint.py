@@ -11,6 +11,7 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import math
 import os
 import sys
 import time
@@ -26,13 +27,12 @@ from clusterddp.run.stop import confirm_stop, looking_at, record_question
 from clusterddp.script.place import find_assignment, find_store, is_first_rank, say
 from clusterddp.system.files import read_json
 from clusterddp.system.storage import set_storage_timeout
-from clusterddp.train.checkpoint import SHARDS, Writer, read_newest_on_all
+from clusterddp.train.checkpoint import SHARDS, Timer, Writer, read_newest_on_all
 
 if TYPE_CHECKING:
-    from clusterddp.train.group import Group, LateMaximum
+    from clusterddp.train.group import Agreement, Group
 
 Template = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-_SAVE, _STOP = 1, 2
 _SETTLE = timedelta(seconds=10)
 """How long the end of the script waits for a question to the other ranks that is still under way."""
 
@@ -52,25 +52,27 @@ def due(step: int, *, every: int | None = None, every_s: float | None = None) ->
     """Say whether to save after `step` steps, with the same answer on every rank.
 
     That is after each `every` steps, `every_s` seconds after the last checkpoint, at the last step that
-    `clusterddp.progress` names, and when the run is asked to stop. Every rank calls it in every step.
+    `clusterddp.progress` names, and when the run is asked to stop. With neither `every` nor `every_s`: a minute after
+    the last one, or so much later that what is done between `due` and the end of `save` takes 1 % of the time. While
+    the one before is still being written, it is due later. Every rank calls it in every step.
     Raises: ClusterddpError: the checkpoint before could not be written; or see `load`.
     """
     return _session().due(step, every, every_s)
 
 
-def save(state: Mapping[str, Any], *, step: int, keep: int = 2) -> None:
+def save(state: Mapping[str, Any], *, step: int, keep: int = 2, background: bool = True) -> None:
     """Write rank 0's `state` after `step` steps as a checkpoint, and keep the newest `keep`; every rank calls it.
 
     `state` has text as keys; in it are tensors, numbers, text, None, and dictionaries, lists and tuples of these. Of
     DTensors (FSDP2, tensor parallelism) every rank writes its part. It is copied at once and written while the script
-    goes on; before the process group is destroyed, `wait`. When the run is asked to stop, and `due` has said so, the
-    checkpoint is written, the stop is confirmed, and the process exits with 0.
+    goes on, but not with `background=False`; before the process group is destroyed, `wait`. When the run is asked to
+    stop, and `due` has said so, the checkpoint is written, the stop is confirmed, and the process exits with 0.
     Raises: TypeError: the state holds something else, or a rank's part of a tensor that is no DTensor (FSDP1's
     ShardedTensor, DeepSpeed's partitions). ClusterddpError: it could not be written.
     """
     if keep < 1:
         raise ValueError(f"clusterddp.checkpoint.save: keep is {keep}, expected at least 1")
-    _session().save(state, int(step), keep)
+    _session().save(state, int(step), keep, background=background)
 
 
 def wait() -> None:
@@ -99,10 +101,10 @@ class _Session:
             with contextlib.suppress(ClusterddpError, OSError):  # the default does without
                 plan = read_json(assignment.run.plan) or {}
                 set_storage_timeout((plan.get("gang") or {}).get("host_silence_s"))
-        self._late: LateMaximum | None = None
         self._writer: Writer | None = None
-        self._saved_at = time.monotonic()
-        self._stopping = False
+        self._timer = Timer(None)
+        self._due_at: float | None = None
+        """When the checkpoint was due that the script is about to save; None: none is."""
 
     @functools.cached_property
     def _group(self) -> Group:
@@ -116,6 +118,15 @@ class _Session:
                 hint="call torch.distributed.init_process_group first",
             )
         return group
+
+    @functools.cached_property
+    def _agreement(self) -> Agreement:
+        from clusterddp.train.group import Agreement
+
+        def save_due() -> bool:
+            return self._timer.is_due() and not self._is_writing
+
+        return Agreement(self._group, stop_requested=self._requested, save_due=save_due)
 
     @functools.cached_property
     def _writing_group(self) -> Group:
@@ -135,43 +146,55 @@ class _Session:
     def due(self, step: int, every: int | None, every_s: float | None) -> bool:
         if self._writer is not None:
             self._writer.raise_failure()
-        is_last = reached.is_last_step
-        asked = self._ask(every_s, is_last=is_last)
-        self._stopping = self._stopping or (asked == _STOP and not is_last)
-        return self._stopping or is_last or asked == _SAVE or bool(every and step % every == 0)
-
-    def _ask(self, every_s: float | None, *, is_last: bool) -> int:
-        """Return what the ranks agree on: to save, to stop, or nothing; of several ranks a call late."""
+        if self._due_at is not None:
+            self._note_saved()  # by the script itself, without `save`
         if self._assignment is not None:
             record_question(self._assignment.stop_file)
-        needed = self._assignment is not None or every_s is not None
-        if self._group.world_size == 1:
-            return self._own_wish(every_s) if needed else 0
-        if self._late is None:
-            from clusterddp.train.group import LateMaximum
+        timer, agreement, is_last = self._timer, self._agreement, reached.is_last_step
+        timer.every_s = math.inf if every and every_s is None else every_s
+        if is_last:
+            agreement.settle()
+        elif self._assignment is not None or timer.is_owed or timer.every_s != math.inf:
+            agreement.agreed()
+        is_due = is_last or agreement.stopping or agreement.saving
+        if not is_due and every and step % every == 0:
+            from clusterddp.train.group import max_over_ranks
 
-            self._late = LateMaximum(self._group)
-        agreed = self._late.take() or 0
-        if needed and not is_last and agreed != _STOP:
-            # The caller has not yet written a checkpoint that was agreed: its time is not to come a second time.
-            self._late.begin(self._own_wish(None if agreed == _SAVE else every_s))
-        return agreed
+            timer.is_owed = max_over_ranks(self._is_writing, self._group) > 0
+            is_due = not timer.is_owed
+        if is_due:
+            torch = sys.modules["torch"]
+            if torch.cuda.is_initialized():
+                torch.cuda.synchronize()  # steps that are under way are not what the checkpoint takes
+            self._due_at = time.monotonic()
+        return is_due
 
-    def _own_wish(self, every_s: float | None) -> int:
-        if self._requested():
-            return _STOP
-        is_time = every_s is not None and time.monotonic() - self._saved_at >= every_s
-        return _SAVE if is_time and is_first_rank() else 0
+    @property
+    def _is_writing(self) -> bool:
+        return self._writer is not None and self._writer.is_busy
 
-    def save(self, state: Mapping[str, Any], step: int, keep: int) -> None:
-        self._saved_at = time.monotonic()
+    def save(self, state: Mapping[str, Any], step: int, keep: int, *, background: bool) -> None:
+        if self._due_at is None:
+            self._due_at = time.monotonic()
+        is_stop = "_agreement" in vars(self) and self._agreement.stopping and not reached.is_last_step
         sharded = self._is_sharded(state)
         if sharded or is_first_rank():
             self._start(_plain(state, "state") | {"step": step}, keep, sharded=sharded)
-            if self._stopping or reached.is_last_step:
+            if is_stop or reached.is_last_step or not background:
                 self.wait()
-        if self._stopping:
+        self._note_saved()
+        if is_stop:
             self._leave(step)
+
+    def _note_saved(self) -> None:
+        """Note that the script has made a checkpoint, and what it has taken since it was due."""
+        assert self._due_at is not None
+        why = self._timer.saved(time.monotonic() - self._due_at)
+        self._due_at = None
+        if why and is_first_rank():
+            say(why)
+        if "_agreement" in vars(self):
+            self._agreement.saved()
 
     def _is_sharded(self, state: Mapping[str, Any]) -> bool:
         if "torch.distributed.tensor" not in sys.modules:
@@ -213,10 +236,10 @@ class _Session:
             self.wait()
         except ClusterddpError as error:
             say(f"error: {error}")
-        if self._late is not None:
+        if "_agreement" in vars(self):
             with contextlib.suppress(RuntimeError):  # another rank has ended, or the group is gone
-                self._late.take(_SETTLE)
-        if self._late is not None or "_writing_group" in vars(self):
+                self._agreement.settle(_SETTLE)
+        if "_agreement" in vars(self) or "_writing_group" in vars(self):
             await_gloo_threads()
 
 

@@ -7,6 +7,7 @@ spec/model.py has pydantic look them up, and check what people write. The image 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -154,6 +155,11 @@ class TrainSpec:
     width: Positive = key(1.0, "Multiplier of fastnet's channels.")
     eval_every: Count = key(1, "Epochs between evaluations on the test images.")
     checkpoint_every: Count = key(1, "Epochs between checkpoints.")
+    checkpoint_minutes: NotNegative | None = key(
+        None,
+        "Minutes between checkpoints, at the longest; 0: only by epochs. Default: 1, or more, so that steps wait for "
+        "them at most 1 % of the time.",
+    )
     keep_checkpoints: Count = key(2, "Checkpoints that are kept; older ones are deleted.")
     log_every: Count = key(20, "Steps between lines of metrics.")
 
@@ -174,6 +180,11 @@ class TrainSpec:
 
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
+
+    @property
+    def checkpoint_interval_s(self) -> float | None:
+        """Seconds between checkpoints by time, infinite for none; None: by what they cost."""
+        return None if self.checkpoint_minutes is None else 60 * self.checkpoint_minutes or math.inf
 
 
 FOLDER = "folder"

@@ -15,7 +15,7 @@ from torch import nn
 from clusterddp.errors import ClusterddpError
 from clusterddp.facts.torch import find_compile_obstacle
 from clusterddp.spec.train import TrainSpec
-from clusterddp.train.checkpoint import Store, Writer, read_newest_on_all
+from clusterddp.train.checkpoint import Store, Timer, Writer, read_newest_on_all
 from clusterddp.train.data.dataset import Dataset
 from clusterddp.train.evaluate import Ema
 from clusterddp.train.exchange import build_exchange
@@ -27,7 +27,7 @@ from clusterddp.train.forward import (
     place_model,
     wrap_forward,
 )
-from clusterddp.train.group import Group, StopAgreement, gather_on_first, max_of_each, min_over_ranks
+from clusterddp.train.group import Agreement, Group, gather_on_first, max_of_each, min_over_ranks
 from clusterddp.train.host import ComputeSlot
 from clusterddp.train.models.convolution import NATIVE, Conv, Ways, choose_ways, shapes_of, time_ways
 from clusterddp.train.models.resnet import has_large_stem
@@ -50,8 +50,9 @@ class Setting:
     schedule: Schedule
     store: Store
     writer: Writer
+    timer: Timer
     reporter: Reporter
-    stop: StopAgreement
+    agreement: Agreement
     slot: ComputeSlot
 
 
@@ -67,15 +68,19 @@ def prepare(
 ) -> Setting:
     """Settle everything about a training before it begins."""
     schedule = plan_schedule(spec, num_samples=len(dataset.train_labels), world_size=group.world_size)
+    writer, timer = Writer(store), Timer(spec.checkpoint_interval_s)
     return Setting(
         spec=spec,
         dataset=dataset,
         group=group,
         schedule=schedule,
         store=store,
-        writer=Writer(store),
+        writer=writer,
+        timer=timer,
         reporter=reporter,
-        stop=StopAgreement(stop_requested, group),
+        agreement=Agreement(
+            group, stop_requested=stop_requested, save_due=lambda: timer.is_due() and not writer.is_busy
+        ),
         slot=slot or ComputeSlot(),
     )
 
@@ -109,6 +114,7 @@ def begin(setting: Setting) -> TrainState:
     if is_compiled(spec, group.device):
         compile_if_possible(state, setting)
     setting.slot.follow(model)
+    setting.timer.saved(0)
     setting.reporter.open_events(step=state.step)
     return state
 

@@ -5,7 +5,7 @@ after it; without the manifest, with its sum, there is no checkpoint. A sharded 
 `step-00000123-a0.shard-00002` (see sharded.py), and its sum in the manifest. No file is ever overwritten: an attempt
 that was cut off and still writes, late, cannot change its successor's files.
 
-A thread of rank 0 writes while training goes on; what it writes is a copy. torch is imported when a state is pickled or
+A thread of rank 0 writes while training goes on; what it writes is a copy. `Timer` says when the next one is due. torch is imported when a state is pickled or
 unpickled, so that a script that has not imported it can read manifests.
 """
 
@@ -15,6 +15,7 @@ import contextlib
 import hashlib
 import io
 import json
+import math
 import os
 import re
 import threading
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 SHARDS = "clusterddp.shards"
 """The key in a sharded state under which it says what the shards have; see sharded.py."""
 _WAIT_AFTER_ERROR_S = 10.0
+_LEAST_S = 60.0
+_SHARE = 0.01
+"""Without a time of the user's, checkpoints take at most this share of the time from the steps."""
 _GENERATION = re.compile(r"step-\d{8,}-a(?P<attempt>\d+)")
 
 
@@ -86,6 +90,38 @@ class Store:
         return f"step-{step:08d}-a{self.attempt}"
 
 
+class Timer:
+    """Says when a checkpoint is due by time: so long after the one before began."""
+
+    def __init__(self, every_s: float | None, clock: Callable[[], float] = time.monotonic) -> None:
+        self.every_s = every_s
+        """Seconds, infinite for never; None: at least a minute, and so long that checkpoints take 1 % of the time."""
+        self.is_owed = False
+        """A checkpoint was due for another reason while the one before was still being written."""
+        self._clock = clock
+        self._cost_s = 0.0
+        self._began = clock()
+
+    @property
+    def interval_s(self) -> float:
+        return max(_LEAST_S, self._cost_s / _SHARE) if self.every_s is None else self.every_s
+
+    def is_due(self) -> bool:
+        return self.is_owed or self._clock() - self._began >= self.interval_s
+
+    def saved(self, cost_s: float) -> str:
+        """Note that a checkpoint is made, or that there is none to make yet; it has taken `cost_s` from the steps.
+
+        Return a sentence for people when the interval follows from that, and has not before.
+        """
+        before, self._cost_s = self.interval_s, cost_s
+        self.is_owed, self._began = False, self._clock() - cost_s
+        if self.every_s is not None or before > _LEAST_S or self.interval_s <= _LEAST_S:
+            return ""
+        minutes = f"{self.interval_s / 60:.1f} min"
+        return f"a checkpoint takes {cost_s:.1f} s from the steps: the next ones are {minutes} apart, to take {_SHARE:.0%}"
+
+
 class Writer:
     """Writes checkpoints in a thread, one at a time; in a `with` it waits for the last one."""
 
@@ -103,6 +139,10 @@ class Writer:
             self.wait()
         elif self._thread is not None:
             self._thread.join(_WAIT_AFTER_ERROR_S)
+
+    @property
+    def is_busy(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
 
     def start(self, state: dict[str, Any]) -> None:
         """Begin to write `state`, which must not change any more; wait for the checkpoint before it."""

@@ -258,7 +258,7 @@ def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> T
         began = time.perf_counter()
         save(state, setting)
         await_checkpoint(state, setting)
-        setting.stop.settle()
+        setting.agreement.settle()
         return Training(
             model=spec.model,
             precision=state.precision,
@@ -291,6 +291,7 @@ def _spec(assignment: Assignment, group: Group) -> TrainSpec:
         epochs=1000,
         max_steps=None,
         checkpoint_every=1000,
+        checkpoint_minutes=0,
         eval_every=1000,
         deterministic=False,
     )
@@ -305,7 +306,7 @@ def _take_steps(state: TrainState, setting: Setting, at_least: int) -> tuple[flo
         if state.step_in_epoch == setting.schedule.steps_per_epoch:
             state.epoch, state.step_in_epoch = state.epoch + 1, 0
         train_epoch(state, setting, lambda: None)
-    setting.stop.settle()
+    setting.agreement.settle()
     synchronize(setting.group.device)
     return time.perf_counter() - began, state.step - first
 

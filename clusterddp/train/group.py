@@ -29,6 +29,7 @@ from clusterddp.train.device import RankVariables, choose_device
 GROUP_TIMEOUT = timedelta(minutes=30)  # a rank may wait while another one's host downloads the data set
 NCCL_TIMEOUT = timedelta(minutes=10)  # its operations begin when all ranks have their data
 
+_SAVE, _STOP = 1, 2
 _T = TypeVar("_T")
 
 
@@ -266,27 +267,29 @@ class LateMaximum:
         return int(self._number.item())
 
 
-class StopAgreement:
-    """Makes all ranks stop at the same step, at most one step after a rank has seen the request.
+class Agreement:
+    """Makes all ranks save at one step, and stop at one step: one question after a rank has seen that it is time.
 
-    `requested` asks this rank's own sources.
+    `stop_requested` asks this rank's own sources; `save_due` is asked on rank 0.
     """
 
-    def __init__(self, requested: Callable[[], bool], group: Group) -> None:
-        self._requested = requested
+    def __init__(self, group: Group, *, stop_requested: Callable[[], bool], save_due: Callable[[], bool]) -> None:
+        self._stop_requested, self._save_due = stop_requested, save_due
         self._group = group
         self._late = LateMaximum(group)
         self.stopping = False
         """True once all ranks have received the request to stop."""
+        self.saving = False
+        """True from when all ranks know that a checkpoint is due, until it is `saved`."""
 
     def agreed(self) -> bool:
-        """Return whether all ranks stop here; every rank must call this equally often."""
+        """Ask again, and return whether all ranks stop here; every rank must call this equally often."""
         if self._group.world_size == 1:
-            self.stopping = self.stopping or self._requested()
-            return self.stopping
-        self.settle()
-        if not self.stopping:
-            self._late.begin(self._requested())
+            self._note(self._wish())
+        else:
+            self.settle()
+            if not self.stopping:
+                self._late.begin(self._wish())
         return self.stopping
 
     def agreed_now(self) -> bool:
@@ -295,8 +298,20 @@ class StopAgreement:
         self.settle()
         return self.stopping
 
-    def settle(self) -> None:
-        """Wait for the all-reduce that is under way, if one is."""
-        found = self._late.take()
-        if found is not None:
-            self.stopping = bool(found)
+    def settle(self, timeout: timedelta = timedelta()) -> None:
+        """Wait for the all-reduce that is under way, if one is; `timeout`: 0 for the group's own."""
+        self._note(self._late.take(timeout) or 0)
+
+    def saved(self) -> None:
+        """Note that all ranks have saved; it answers the question that is under way, too."""
+        self.settle()
+        self.saving = False
+
+    def _wish(self) -> int:
+        if self._stop_requested():
+            return _STOP
+        return _SAVE if self._group.is_first and self._save_due() else 0
+
+    def _note(self, answer: int) -> None:
+        self.stopping = self.stopping or answer == _STOP
+        self.saving = self.saving or answer == _SAVE

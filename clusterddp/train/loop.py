@@ -16,7 +16,7 @@ from clusterddp.train.data.augment import Transforms, augment, draw_transforms
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
 from clusterddp.train.forward import autocast, mark_step
-from clusterddp.train.group import ranks_apart
+from clusterddp.train.group import max_over_ranks, ranks_apart
 from clusterddp.train.optim import optimizer_tensors, set_learning_rate
 from clusterddp.train.report.figures import Window
 from clusterddp.train.state import TrainState, gather_state
@@ -30,12 +30,12 @@ def train(setting: Setting, *, after_step: Callable[[], None] = lambda: None) ->
     state = begin(setting)
     log_setup(state, setting)
     with setting.writer:
-        go_on = not setting.stop.agreed_now()
+        go_on = not setting.agreement.agreed_now()
         while go_on and not state.finished(setting.schedule):
             go_on = train_epoch(state, setting, after_step) and evaluate_if_due(state, setting)
             if go_on:
                 end_epoch(state, setting)
-        setting.stop.settle()
+        setting.agreement.settle()
         if not state.finished(setting.schedule):
             save(state, setting)
         await_checkpoint(state, setting)
@@ -58,8 +58,13 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
     )
     window = Window(min(spec.log_every, schedule.steps_per_epoch), setting.group.device)
     while state.step_in_epoch < schedule.steps_per_epoch and state.step < schedule.total_steps:
-        if setting.stop.agreed():
+        if setting.agreement.agreed():
             break
+        if setting.agreement.saving:
+            if window.steps:
+                report(window, state, setting)
+            save(state, setting)
+            window.reset()
         rate = schedule.learning_rate(state.step, own_gradient=state.exchange.own_gradient)
         set_learning_rate(state.optimizer, rate)
         train_step(state, setting, order, transforms, window)
@@ -71,7 +76,7 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
         report(window, state, setting)
     if state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps:
         synchronise_ranks(state, setting)
-    return not setting.stop.stopping
+    return not setting.agreement.stopping
 
 
 def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: Transforms, window: Window) -> None:
@@ -169,7 +174,7 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
         group=setting.group,
         step=state.step,
         autocast=partial(autocast, state.precision, setting.group.device),
-        stop=setting.stop.agreed,
+        stop=setting.agreement.agreed,
         slot=setting.slot.held,
         tta=setting.spec.tta if is_last else "none",
     )
@@ -191,10 +196,17 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
 
 
 def end_epoch(state: TrainState, setting: Setting) -> None:
-    """Count the epoch as done, and write a checkpoint after every `checkpoint_every` epochs and at the end."""
+    """Count the epoch as done, and write a checkpoint after every `checkpoint_every` epochs and at the end.
+
+    While rank 0 still writes the one before, it is put off, to a step of the next epoch: a slow disk slows no step.
+    """
     if state.step_in_epoch == setting.schedule.steps_per_epoch:
         state.epoch, state.step_in_epoch = state.epoch + 1, 0
-    if state.step >= setting.schedule.total_steps or state.epoch % setting.spec.checkpoint_every == 0:
+    is_last = state.step >= setting.schedule.total_steps
+    if not is_last and state.epoch % setting.spec.checkpoint_every:
+        return
+    setting.timer.is_owed = not is_last and max_over_ranks(setting.writer.is_busy, setting.group) > 0
+    if not setting.timer.is_owed:
         save(state, setting)
 
 
@@ -206,7 +218,11 @@ def save(state: TrainState, setting: Setting) -> None:
     saved = gather_state(state, spec=setting.spec, num_samples=num_samples, group=setting.group)
     if saved is not None:
         setting.writer.start(saved)
-    state.totals.checkpoint_seconds += time.perf_counter() - began
+    setting.agreement.saved()
+    seconds = time.perf_counter() - began
+    state.totals.checkpoint_seconds += seconds
+    if why := setting.timer.saved(seconds):
+        setting.reporter.log(why)
 
 
 def await_checkpoint(state: TrainState, setting: Setting) -> None:

@@ -106,7 +106,7 @@ def _check_training(assignment: Assignment, variables: RankVariables, group: Gro
         with _reported(variables, f"{spec.model} takes a step of {images:,} images on {group.device.type}"):
             state = begin(setting)
             train_epoch(state, setting, lambda: None)
-            setting.stop.settle()
+            setting.agreement.settle()
         with _reported(variables, "a checkpoint is written, and read back the same"):
             save(state, setting)
             await_checkpoint(state, setting)

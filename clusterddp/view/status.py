@@ -25,7 +25,7 @@ from clusterddp.run.record import RankEnd, RunRecord, Start, read_events, read_g
 from clusterddp.run.seal import Mark, mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.steps import is_batch_script, job_output, shown_step
-from clusterddp.system.files import is_file, read_json
+from clusterddp.system.files import is_file, read_json, read_record
 from clusterddp.view.events import (
     HangEvent,
     NodeTransport,
@@ -208,7 +208,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         shown_step=shown.step,
         root_cause=end.root_cause if end else None,
         diagnosis=diagnose(end.root_cause, run) if end and end.root_cause else None,
-        checkpoint=newest_checkpoint(run) if view.finished else None,
+        checkpoint=newest_checkpoint(run),
         job=view.job,
         unreachable=() if view.finished else tuple(unreached.values()),
         job_log=None if start else find_job_log(run),
@@ -296,13 +296,28 @@ class Checkpoint:
     """Optimizer steps done."""
     host: str | None = None
     """On which host of the run it is; None: here."""
+    created: float | None = None
+    """Seconds since the epoch; None: only the host knows."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What is read of a checkpoint's manifest."""
+
+    created: float | None = None
 
 
 def newest_checkpoint(run: RunDir) -> Checkpoint | None:
     """Find the newest checkpoint, by its name: the one with data here, else the one that a host has."""
     here = [name for path in run.checkpoints.glob("*.json") if is_file(path.with_suffix(".pt")) and (name := path.stem)]
     if newest := _newest(here):
-        return Checkpoint(path=str(run.checkpoints / f"{newest[0]}.pt"), step=newest[1])
+        manifest = run.checkpoints / f"{newest[0]}.json"
+        written = None
+        with contextlib.suppress(ClusterddpError, OSError):
+            written = read_record(_Written, manifest)
+        return Checkpoint(
+            path=str(manifest.with_suffix(".pt")), step=newest[1], created=written and written.created
+        )
     for host, report in read_reports(run).items():
         if newest := _newest(report.checkpoints):
             return Checkpoint(path=f"checkpoints/{newest[0]}.pt", step=newest[1], host=host)

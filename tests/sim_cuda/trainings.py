@@ -242,7 +242,7 @@ def _count_steps(group: Any, path: Path, options: dict[str, Any]) -> dict[str, i
         "a checkpoint": _waits_of(lambda: save(state, setting)),
     }
     setting.writer.wait()
-    setting.stop.settle()
+    setting.agreement.settle()
     setting.reporter.close()
     return found
 

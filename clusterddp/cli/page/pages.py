@@ -132,7 +132,7 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         el("p", report.status.variant) if report.status.variant else None,
         el("p", status.reason) if status.state.value != "COMPLETED" and not status.root_cause else None,
         el("p", el("strong", "warning: "), status.warning) if status.warning else None,
-        el("p", checkpoint_text(status.checkpoint)) if status.checkpoint else None,
+        el("p", checkpoint_text(status.checkpoint, finished=status.finished)) if status.checkpoint else None,
         _cards(report),
         _cause(report),
         _charts([report], limits),

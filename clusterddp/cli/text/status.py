@@ -81,7 +81,7 @@ def status_lines(
     if status.report:
         lines.append(f"  report: {printable(status.report)}")
     if status.checkpoint:
-        lines.append(f"  {checkpoint_text(status.checkpoint)}")
+        lines.append(f"  {checkpoint_text(status.checkpoint, finished=status.finished)}")
     lines.append("")
     lines += _step_lines(status, columns)
     if status.hold == status.run:
@@ -160,10 +160,13 @@ def sparkline(values: Sequence[float]) -> str:
     return f"{''.join(bars)} {values[0]:.4g} to {values[-1]:.4g}"
 
 
-def checkpoint_text(checkpoint: Checkpoint) -> str:
-    """Write where the newest checkpoint lies, and after which step it was written."""
+def checkpoint_text(checkpoint: Checkpoint, *, finished: bool) -> str:
+    """Write after which step the newest checkpoint was written, and where it is; of a run that goes on, its age."""
     where = f" on {printable(checkpoint.host)}" if checkpoint.host else ""
-    return f"checkpoint{where}: {printable(checkpoint.path)}, step {checkpoint.step}"
+    if finished:
+        return f"checkpoint{where}: {printable(checkpoint.path)}, step {checkpoint.step}"
+    age = "" if checkpoint.created is None else f", {duration(time.time() - checkpoint.created)} ago"
+    return f"checkpoint{where}: step {checkpoint.step}{age}"
 
 
 def root_cause_lines(cause: RankEnd, run: RunDir, *, columns: int | None = None) -> list[str]:
