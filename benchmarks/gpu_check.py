@@ -145,7 +145,8 @@ def contenders(arguments: argparse.Namespace, place: LocalPlace, gpus: int) -> I
     data = ["train.dataset=random", "train.data_dir=null"]
     if arguments.data_dir is not None:
         data = [f"train.data_dir={arguments.data_dir.resolve()}"]
-    ends = [f"train.max_steps={steps + warm}", f"train.log_every={warm}", "train.checkpoint_every=1000"]
+    ends = [f"train.max_steps={steps + warm}", f"train.log_every={warm}"]
+    ends += ["train.checkpoint_every=1000", "train.checkpoint_minutes=0"]
     for name in _JOBS:
         here = ["launcher=local", "resources.nodes=1", "resources.time=null"]
         here += ["resources.gpus_per_node=null", "device=cpu"] if arguments.cpu else []

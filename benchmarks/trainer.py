@@ -47,6 +47,7 @@ NOISE: dict[str, Any] = {
     "epochs": 1000,
     "eval_every": 1000,
     "checkpoint_every": 1000,
+    "checkpoint_minutes": 0,
 }
 """Speed is measured on noise: its images cost what images cost."""
 

@@ -54,6 +54,7 @@ def _rate(place: LocalPlace, warm: int, steps: int, **train: str) -> Turn:
         "batch_size": 512,
         "eval_every": 1000,
         "checkpoint_every": 1000,
+        "checkpoint_minutes": 0,
         "log_every": warm,
         "max_steps": warm + steps,
     }

@@ -88,7 +88,7 @@ def save_and_stop(group: Group, path: str) -> tuple[list[int], int | str | None,
         if checkpoint.due(step, every_s=0):
             saved.append(step)
             try:
-                checkpoint.save({"rank": group.rank}, step=step)
+                checkpoint.save({"rank": group.rank}, step=step, background=False)
             except SystemExit as end:
                 left = end.code
                 break

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.train.group import Group, StopAgreement
+from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, outcome, settle, train_once
 
@@ -162,18 +162,6 @@ def test_a_finished_run_has_nothing_to_resume(tmp_path: Path) -> None:
     size = (path / "metrics.jsonl").stat().st_size
     assert train_once(one_rank(), path, attempt=1) == first
     assert (path / "metrics.jsonl").stat().st_size == size
-
-
-def agreed_steps(group: Group, sees: int, at: int) -> list[bool]:
-    asked = iter(range(100))
-    stop = StopAgreement(lambda: group.rank == sees and next(asked) >= at, group)
-    answers = [stop.agreed() for _ in range(6)]
-    stop.settle()
-    return answers
-
-
-def test_a_stop_is_agreed_one_question_after_it_was_seen(gang: Gang) -> None:
-    assert gang.run(2, agreed_steps, 1, 2) == [[False, False, False, True, True, True]] * 2
 
 
 # -- another number of ranks

@@ -158,13 +158,18 @@ def test_the_status_of_a_completed_run_names_its_checkpoint_and_what_comes_next(
     assert (shown["step"], shown["host"]) == (100, None)
 
 
-def test_a_run_under_way_names_no_checkpoint(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("manifest", "age"), [('{"created": %d}', ", 1m 3"), ("{}", "\n"), ('{"created": "now"}', "\n"), ("[]", "\n")]
+)
+def test_a_run_under_way_names_the_step_and_the_age_of_its_checkpoint(
+    runs_dir: Path, capfd: pytest.CaptureFixture[str], manifest: str, age: str
+) -> None:
     run = make_run(runs_dir)
     start_attempt(run)
-    (run.checkpoints / "step-1-a0.json").write_text("{}")
+    (run.checkpoints / "step-1-a0.json").write_text(manifest.replace("%d", str(time.time() - 90)))
     (run.checkpoints / "step-1-a0.pt").write_bytes(b"x")
     assert main(["status", run.name]) == 0
-    assert "checkpoint" not in capfd.readouterr().out
+    assert f"  checkpoint: step 1{age}" in capfd.readouterr().out
 
 
 def test_a_running_run_shows_its_losses_and_when_each_rank_last_wrote(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import itertools
 import json
 import os
 import time
@@ -19,6 +20,8 @@ from clusterddp.run.directory import RunDir, make_attempt_dirs
 from clusterddp.run.stop import LOOK_EVERY_S, request_stop
 from clusterddp.script import place, report
 from clusterddp.system.files import read_json
+from clusterddp.train.checkpoint import Timer
+from tests.support.storage_faults import hung
 
 torch = pytest.importorskip("torch")
 
@@ -156,6 +159,47 @@ def test_due_counts_seconds_since_the_last_checkpoint(run: RunDir) -> None:
     assert checkpoint.due(2, every_s=0)
     checkpoint.save({}, step=2)
     assert not checkpoint.due(3, every_s=3600)
+
+
+def test_with_neither_steps_nor_seconds_it_is_due_by_what_it_takes(
+    run: RunDir, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [0.0]
+    checkpoint._session()._timer = Timer(None, lambda: now[0])
+    due = []
+    for step in range(1, 200):  # of two seconds each
+        now[0] += 2
+        if checkpoint.due(step):
+            due.append(step)
+            time.sleep(0.7)
+            checkpoint.save({}, step=step)
+    assert due[0] == 30
+    assert all(70 <= 2 * (later - earlier) < 140 for earlier, later in itertools.pairwise(due))
+    assert capsys.readouterr().err.count("s from the steps: the next ones are") == 1
+
+
+def test_what_the_script_saves_by_other_means_counts_too(run: RunDir) -> None:
+    assert checkpoint.due(1, every_s=0)
+    assert not checkpoint.due(2, every_s=3600)
+
+
+def test_not_in_the_background_it_is_on_disk_at_once(run: RunDir) -> None:
+    checkpoint.save({}, step=1, background=False)
+    assert files(run.checkpoints) == ["step-00000001-a0.pt"]
+
+
+def test_one_that_is_due_while_another_is_being_written_is_due_later(run: RunDir) -> None:
+    run.checkpoints.mkdir()
+    with hung(run.checkpoints):
+        checkpoint.save({}, step=1)
+        assert [checkpoint.due(step, every=2) for step in (2, 3, 4, 5)] == [False] * 4
+        assert not checkpoint.due(6, every_s=0)
+    checkpoint.wait()
+    assert checkpoint.due(7, every=2)
+    checkpoint.save({}, step=7)
+    checkpoint.wait()
+    assert not checkpoint.due(9, every=2)
+    assert files(run.checkpoints) == ["step-00000001-a0.pt", "step-00000007-a0.pt"]
 
 
 def test_a_stop_is_due_and_ends_the_script_when_its_checkpoint_is_written(
