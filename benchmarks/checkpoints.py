@@ -9,6 +9,7 @@ pair; then the median of the cost, and the ratio of the step times with a checkp
 
 from __future__ import annotations
 
+import itertools
 import json
 import statistics
 import sys
@@ -55,7 +56,7 @@ def measure(group: Group, path: Path, num_pairs: int, num_steps: int) -> list[di
     train(setting, after_step=after_step)
     setting.reporter.close()
     bounds = [ends[_WARM_STEPS - 1 + segment * num_steps] for segment in range(2 * num_pairs + 1)]
-    seconds = [later - earlier for earlier, later in zip(bounds, bounds[1:], strict=False)]
+    seconds = [later - earlier for earlier, later in itertools.pairwise(bounds)]
     pairs = []
     for pair in range(num_pairs):
         first, second = seconds[2 * pair : 2 * pair + 2]

@@ -5,8 +5,8 @@ after it; without the manifest, with its sum, there is no checkpoint. A sharded 
 `step-00000123-a0.shard-00002` (see sharded.py), and its sum in the manifest. No file is ever overwritten: an attempt
 that was cut off and still writes, late, cannot change its successor's files.
 
-A thread of rank 0 writes while training goes on; what it writes is a copy. `Timer` says when the next one is due. torch is imported when a state is pickled or
-unpickled, so that a script that has not imported it can read manifests.
+A thread of rank 0 writes while training goes on; what it writes is a copy. `Timer` says when the next one is due. torch
+is imported when a state is pickled or unpickled, so that a script that has not imported it can read manifests.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import contextlib
 import hashlib
 import io
 import json
-import math
 import os
 import re
 import threading
@@ -119,7 +118,9 @@ class Timer:
         if self.every_s is not None or before > _LEAST_S or self.interval_s <= _LEAST_S:
             return ""
         minutes = f"{self.interval_s / 60:.1f} min"
-        return f"a checkpoint takes {cost_s:.1f} s from the steps: the next ones are {minutes} apart, to take {_SHARE:.0%}"
+        return (
+            f"a checkpoint takes {cost_s:.1f} s from the steps: the next ones are {minutes} apart, to take {_SHARE:.0%}"
+        )
 
 
 class Writer:

@@ -25,7 +25,7 @@ from clusterddp.run.record import RankEnd, RunRecord, Start, read_events, read_g
 from clusterddp.run.seal import Mark, mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.steps import is_batch_script, job_output, shown_step
-from clusterddp.system.files import is_file, read_json, read_record
+from clusterddp.system.files import is_file, read_json
 from clusterddp.view.events import (
     HangEvent,
     NodeTransport,
@@ -44,6 +44,7 @@ from clusterddp.view.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.view.ranks import RankStatus, rank_statuses
 from clusterddp.view.steps import StepStatus, gang_of, read_steps, step_view
 from clusterddp.view.timeline import Times, read_timeline
+from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
@@ -300,24 +301,15 @@ class Checkpoint:
     """Seconds since the epoch; None: only the host knows."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What is read of a checkpoint's manifest."""
-
-    created: float | None = None
-
-
 def newest_checkpoint(run: RunDir) -> Checkpoint | None:
     """Find the newest checkpoint, by its name: the one with data here, else the one that a host has."""
     here = [name for path in run.checkpoints.glob("*.json") if is_file(path.with_suffix(".pt")) and (name := path.stem)]
     if newest := _newest(here):
         manifest = run.checkpoints / f"{newest[0]}.json"
-        written = None
-        with contextlib.suppress(ClusterddpError, OSError):
-            written = read_record(_Written, manifest)
-        return Checkpoint(
-            path=str(manifest.with_suffix(".pt")), step=newest[1], created=written and written.created
-        )
+        created = None
+        with contextlib.suppress(ClusterddpError, OSError, ValueError):
+            created = build({"created": float | None}, read_json(manifest))["created"]
+        return Checkpoint(path=str(manifest.with_suffix(".pt")), step=newest[1], created=created)
     for host, report in read_reports(run).items():
         if newest := _newest(report.checkpoints):
             return Checkpoint(path=f"checkpoints/{newest[0]}.pt", step=newest[1], host=host)

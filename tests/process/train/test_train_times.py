@@ -117,7 +117,8 @@ def agreed(group: Group, due_at: int, stop_at: int) -> list[tuple[bool, bool]]:
         save_due=lambda: due_at <= step < due_at + 2,
     )
     answers = []
-    for step in range(1, 11):
+    while step < 10:
+        step += 1
         stops = agreement.agreed()
         answers.append((stops, agreement.saving))
         if len(answers) > 1 and answers[-2][1]:
@@ -140,10 +141,10 @@ device: cpu
 resources: {procs_per_node: 2, cpus_per_task: 1}
 restarts: 1
 train:
-  {dataset: shapes, samples: 32000, model: fastnet, width: 0.125, batch_size: 4, epochs: 1, precision: fp32,
+  {dataset: shapes, samples: 8000, model: fastnet, width: 0.125, batch_size: 4, epochs: 1, precision: fp32,
    checkpoint_minutes: MINUTES, kernels: native, log_every: 50}
 """
-MINUTES = 0.05
+MINUTES = 0.01
 
 
 @pytest.mark.slow
@@ -157,13 +158,13 @@ def test_a_rank_that_is_killed_within_an_epoch_costs_no_more_than_the_time_betwe
     directory = RunDir(run.path)
     try:
         wait_until(lambda: steps_saved(run.path), 60)
-        time.sleep(1)
+        time.sleep(0.3)
         manifests = [read_json(path) for path in directory.checkpoints.glob("*.json")]
         victim = read_rank(directory.attempts()[-1], 1)
         assert victim is not None
         os.kill(victim.pid, signal.SIGKILL)
         age_s = time.time() - max(manifest["created"] for manifest in manifests if manifest)
-        assert age_s < 60 * MINUTES * PATIENCE
+        assert age_s < 60 * MINUTES + 5
         assert run.wait(PATIENCE * 120) == "COMPLETED"
     finally:
         end_processes(f"{read_run(directory).token}.", timeout_s=5)
@@ -172,4 +173,4 @@ def test_a_rank_that_is_killed_within_an_epoch_costs_no_more_than_the_time_betwe
     assert 0 < number < first["steps"]
     assert number >= max(manifest["step"] for manifest in manifests if manifest)
     assert second["params_sha256"] == first["params_sha256"]
-    assert second["samples"] == first["samples"] == 32000
+    assert second["samples"] == first["samples"] == 8000
