@@ -1,5 +1,7 @@
 """Hugging Face's Trainer: a callback reports, and saves when the run is asked to stop."""
 
+from math import inf
+
 import torch
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_utils import get_last_checkpoint
@@ -24,8 +26,7 @@ class Report(TrainerCallback):
 
     def on_step_end(self, args, state, control, **_):
         clusterddp.progress(state.global_step, state.max_steps)
-        never = float("inf")  # only when the run is asked to stop
-        if checkpoint.due(state.global_step, every_s=never):
+        if checkpoint.due(state.global_step, every_s=inf):  # a stop
             control.should_save = control.should_training_stop = True
 
 
