@@ -394,8 +394,8 @@ def plan(
     Raises: ClusterddpError: the submit would fail, with the reason.
     """
     from clusterddp.planning.placement import Request
-    from clusterddp.planning.plan import plan_run
     from clusterddp.spec.load import ResolvedSpec
+    from clusterddp.submission.submit import plan_ahead
 
     words = _words(overrides)
     place = Path.cwd() if working_dir is None else Path(working_dir)
@@ -406,7 +406,7 @@ def plan(
         call = pickle_call(spec, args, kwargs or {})
         resolved = _spec_of_call(call, words, base=base, profile=profile, hosts=hosts)
         environ = environ_of_ranks(os.environ)
-        return plan_run(resolved, dataclasses.replace(request, environ=environ, submission=call.data))
+        return plan_ahead(resolved, dataclasses.replace(request, environ=environ, submission=call.data))
     if args or kwargs or base is not None:
         raise UsageError("args, kwargs and base go with a function", hint="entry.args=[...] among the overrides")
     if isinstance(spec, Path | str | Mapping):
@@ -417,7 +417,7 @@ def plan(
         raise UsageError("a loaded spec cannot be changed", hint="pass overrides, profile and hosts to load_spec")
     else:
         resolved = spec
-    return plan_run(resolved, request)
+    return plan_ahead(resolved, request)
 
 
 @_explained

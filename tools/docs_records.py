@@ -58,6 +58,7 @@ FORMS = {
     "list": ("an array of objects, below", "-r 'max_by(.progress.accuracy // 0).run'"),
     "report RUN...": ("`runs`, `path`, `bytes`", "-r .path"),
     "compare RUN RUN...": ("`runs`, `differences`, `diffs`", "-r '.differences.spec | keys[]'"),
+    "nodes": ("`nodes`: `node`, `why`, `run`, `since`, `until`, ...; `cleared`", "-r '.nodes[].node'"),
     "ps": ("`hosts`", "-r '.hosts[].runs[]?.run'"),
     "gc -n": ("`hosts`", "'[.hosts[].left_over[]?.processes[].pid]'"),
 }

@@ -39,6 +39,7 @@ _COMMANDS = {
     "stacks": ("stacks", _HANGS, "show where each rank is: who waits for whom, and why a run hangs"),
     "exec": ("exec_", _HANGS, "run a command, or a shell, beside a running rank, on its machine and in its job"),
     "ps": ("ps", _HANGS, "show the processes of runs on this machine or on hosts, and those without a supervisor"),
+    "nodes": ("nodes", _HANGS, "list the nodes that later runs leave out, and why; let them in again"),
     "gc": ("ps", _HANGS, "kill orphaned processes of runs on this machine or on hosts"),
     "report": ("report", _RESULTS, "write a page about runs: curves, what differs, attempts, ranks, why it failed"),
     "dash": ("dash", _RESULTS, "serve live pages about all runs for a browser on this machine"),
@@ -55,6 +56,7 @@ _COMMANDS = {
 _TYPED = (
     ("run, start, launch, train, sbatch", "clusterddp submit SPEC starts a run"),
     ("show, info, describe, get, watch, job", "clusterddp status RUN shows a run; with --watch, until it has ended"),
+    ("drain, exclude, blacklist, undrain, sinfo", "clusterddp nodes lists the nodes that your runs leave out"),
     ("top", "clusterddp status RUN --watch shows a run; clusterddp dash shows all in a browser"),
     ("ls, queue, squeue, jobs, runs, history, sacct", "clusterddp list shows all runs"),
     ("log, tail, output", "clusterddp logs RUN --follow shows what a run prints"),

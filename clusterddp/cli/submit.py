@@ -425,6 +425,7 @@ def _plan(
     from clusterddp.planning.hold import in_hold
     from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
+    from clusterddp.submission.submit import plan_ahead
 
     request = Request(
         runs_dir=options.runs_dir,
@@ -435,8 +436,9 @@ def _plan(
         submission=submission,
         run=PLANNED_NAME if options.dry_run else None,
     )
-    plan = plan_run(resolved, request)
-    return in_hold(plan, find_run(options.runs_dir, options.hold)) if options.hold else plan
+    if options.hold:  # its nodes are chosen already
+        return in_hold(plan_run(resolved, request), find_run(options.runs_dir, options.hold))
+    return plan_ahead(resolved, request)
 
 
 def _try_out(resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) -> int:

@@ -21,6 +21,7 @@ from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.helpers import Helpers
 from clusterddp.node.link import end_of, facts_of
 from clusterddp.node.log import log, log_end, log_line
+from clusterddp.node.preflight import Preflight
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import Rendezvous
 from clusterddp.node.usage_watch import UsageWatch
@@ -115,6 +116,7 @@ class Head:
         """Set when the run is over and recorded, or cannot be recorded."""
         self.node_is_down = False
         """True once the job has lost a node, or is about to be killed: nodes without heartbeats count as lost."""
+        self._job_has_lost_node = False
         self._run = run
         self._gang = gang
         self._guard = guard
@@ -125,6 +127,7 @@ class Head:
             gang, first_attempt=first_attempt, first_restart=first_restart, in_job=job is not None
         )
         self.nodes = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
+        self._preflight = Preflight(gang, send)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
         self._interface = gang.nodes[0].interface or gang.interface
         """This host's; in a batch job known when its ranks have started."""
@@ -152,8 +155,8 @@ class Head:
         node = self._gang.nodes[node_rank]
         kind = report["kind"]
         if kind == "join":
-            self._join(node, report)
-        elif kind in {"missing", "started", "transport"}:
+            self._join(node, report, now)
+        elif kind in {"missing", "started", "transport", "preflight"}:
             self._on_facts(node, report)
         elif kind in {"silent", "stack", "stacks_done", "usage"}:
             (self._usage if kind == "usage" else self._hangs).on_report(node_rank, report, now)
@@ -175,6 +178,8 @@ class Head:
     def _on_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
             self.nodes.expect(node.node_rank, report)
+        elif report["kind"] == "preflight":
+            self._preflight.on_report(node.node_rank, report)
         elif report["kind"] == "transport":
             where = {"attempt": self._attempt.number, "node_rank": node.node_rank, "host": node.host}
             log(self._run, "nccl_transport", **where, **facts_of(report))
@@ -209,10 +214,13 @@ class Head:
 
     def _go_on(self, attempt: Attempt, now: float) -> None:
         """Do what is due while the gang starts or runs."""
+        ready = self.nodes.complete and self._preflight.is_over(now)
+        if ready:
+            self._mark_nodes(attempt, now)
         if attempt.begun is None and not attempt.is_over(now):
-            if self.nodes.complete:
+            if ready:
                 self._begin(now)
-            elif (failure := self.nodes.overdue(now)) is not None:
+            elif not self.nodes.complete and (failure := self.nodes.overdue(now)) is not None:
                 self._fail(failure, now)
             attempt.missing = self.nodes.missing()[0]
             if waited := self.nodes.note_wait(now):
@@ -240,8 +248,19 @@ class Head:
             self._restarts.final |= self._gang.hang == "fail"
             attempt.fail(failure_of_hang(hang, self._gang), now)
 
-    def _join(self, node: Node, report: Message) -> None:
+    def _mark_nodes(self, attempt: Attempt, now: float) -> None:
+        """Record what the preflight has found; a node whose ranks need not start ends the start."""
+        for found in self._preflight.take():
+            host = self._gang.nodes[found.node_rank].host
+            log(self._run, "node_marked", attempt=attempt.number, host=host, why=found.why, failed=found.failed)
+            if found.failed:
+                error = f"the preflight of node {found.node_rank} on {host} failed: {found.why}"
+                self._fail(RankEnd(rank=None, host=host, error=error, restart="another job", of_node=True), now)
+
+    def _join(self, node: Node, report: Message, now: float) -> None:
         self.nodes.join(node, report)
+        if report.get("check"):
+            self._preflight.expect(node.node_rank, now)
         if self.exit_code is not None:
             self._finish(self.exit_code)
 
@@ -271,6 +290,8 @@ class Head:
         attempt.begun = now
         self._guard.update(started=True)
         log(self._run, "attempt_started", attempt=attempt.number, master_port=self._rendezvous.port)
+        if facts := self._preflight.facts():
+            log(self._run, "preflight", attempt=attempt.number, nodes=facts)
         networks = self.nodes.faster_networks(self._rendezvous.address)
         order = self._rendezvous.start_order(attempt.number, self._restarts.before(attempt), networks)
         for node in gang.nodes:
@@ -306,7 +327,8 @@ class Head:
 
     def _watch_job(self, job: JobWatch, now: float) -> None:
         intent = job.tick(now)
-        self.node_is_down |= intent is not None and intent.node_is_down
+        self._job_has_lost_node |= intent is not None and intent.node_is_down
+        self.node_is_down |= self._job_has_lost_node
         self.node_is_down |= self._attempt.is_about_to_be_killed(now)
         if intent is not None and intent.apply(self._attempt) and self._ending is None:
             self._stop(intent.reason, now, time_limit=intent.kind == "time_is_up")
@@ -327,6 +349,8 @@ class Head:
 
     def _fail(self, failure: RankEnd, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
+        if self._attempt.stop_reason is not None and not self._job_has_lost_node:
+            failure = dataclasses.replace(failure, of_node=False)  # what is being ended ends so
         if self._job is not None and failure.restart == "another job":
             self._restarts.incomplete = True
         else:
@@ -532,8 +556,8 @@ class JoinedNodes:
             return None
         self.given_up = True
         what, nodes = self.missing()
-        error = f"{what} within {self._timeout_s:g} s"
-        return RankEnd(rank=None, host=nodes[0].host, error=error, restart="another job")
+        error, absent = f"{what} within {self._timeout_s:g} s", nodes[0].node_rank not in self.pids
+        return RankEnd(rank=None, host=nodes[0].host, error=error, restart="another job", of_node=absent)
 
     def missing(self) -> tuple[str, list[Node]]:
         """Name the nodes and tasks that are missing now; return those nodes, too."""

@@ -12,6 +12,7 @@ import dataclasses
 import os
 import selectors
 import socket
+import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -181,6 +182,22 @@ class Peer:
             return False
         return self.broken or now - self._sent_at < _LAST_ACKNOWLEDGEMENT_S
 
+    @property
+    def is_acknowledged(self) -> bool:
+        """True when the other end has all messages."""
+        return not self._unacknowledged
+
+    def read_speed(self) -> float:
+        """Return how fast the kernel delivers what is sent, in MB/s; 0: it does not say.
+
+        Source: struct tcp_info of linux/tcp.h, tcpi_delivery_rate (Linux 4.9).
+        """
+        info = b""
+        if self._connection is not None:
+            with contextlib.suppress(OSError):
+                info = self._connection.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _DELIVERY_RATE + 8)
+        return int.from_bytes(info[_DELIVERY_RATE:], sys.byteorder) / 1e6 if len(info) == _DELIVERY_RATE + 8 else 0.0
+
     def is_quiet(self, now: float) -> bool:
         """Return whether heartbeats are overdue; the link is not lost by that."""
         if self._connection is None:
@@ -323,6 +340,10 @@ class Clock:
         return self.now
 
 
+_DELIVERY_RATE = 160
+"""Where it is in struct tcp_info."""
+_FILLER_BYTES, _PROBE_BYTES, _PROBES_BYTES = 1 << 16, 1 << 20, 1 << 25
+"""Of one message, of all that measure one link, and of those of all nodes."""
 _REPORT_FATAL_S = 1.0
 _CONNECT_S = 8.0
 """How long the host of a head that is known to listen may take to accept a connection at first."""
@@ -344,11 +365,13 @@ class HeadElsewhere:
         listener: socket.socket,
         known: Link | None,
         in_job: bool,
+        probes: bool,
         now: float,
     ) -> None:
         """`listener`: the head connects to it after a connection broke, to test whether this process lives.
 
-        `known`: the address where the head listens already; None: it starts to listen at one of the candidates.
+        `probes`: the link is measured. `known`: the address where the head listens already; None: it starts to listen
+        at one of the candidates.
         """
         self.exit_code: int | None = None
         """Set when the supervisor is to exit as soon as nothing of its node is left."""
@@ -369,6 +392,8 @@ class HeadElsewhere:
         self._now = now
         self._address = ("", 0)
         self._peer = Peer(limits, self._connect_again, when_quiet=True)
+        self._probe_bytes = min(_PROBE_BYTES, _PROBES_BYTES // len(gang.nodes)) if probes else 0
+        self._probing = False
 
     @property
     def polls_fast(self) -> bool:
@@ -394,6 +419,9 @@ class HeadElsewhere:
         if self.joined and (found := self._peer.keep_up(now)) is not None:
             messages += self._welcomed(found, now)
         orders = [self._take_order(message) for message in messages]
+        if self._probing and self._peer.is_acknowledged:
+            self._probing = False
+            self.report({"kind": "preflight", "link": round(self._peer.read_speed(), 1)})
         if self._peer.lost is not None and self.exit_code is None:
             log_line(f"node 0's supervisor is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost
@@ -418,7 +446,15 @@ class HeadElsewhere:
             self.exit_code = int(message["exit_code"])
         elif message["kind"] == "gave_up":
             self._peer.lose(given_up(str(message["why"])))
+        elif message["kind"] == "preflight" and "link" in message:
+            self._probe()
         return message
+
+    def _probe(self) -> None:
+        """Send the head what it does not need; once it has that, its speed is reported."""
+        for _ in range(self._probe_bytes // _FILLER_BYTES):
+            self._probing = True
+            self._peer.send({"kind": "filler", "data": "0" * _FILLER_BYTES})
 
     def _join(self, now: float) -> list[Message]:
         """Find the head, and wait for its welcome.
@@ -430,7 +466,9 @@ class HeadElsewhere:
             self.joined = True
             self._search.close()
             log_line(f"node 0's supervisor is at {found.connection.peer_address}:{found.connection.peer_port}")
-            return self._welcomed(found, now)
+            messages = self._welcomed(found, now)
+            self._probe()
+            return messages
         if (known := self._known) is None:
             if now >= self._join_until:
                 raise HeadNotFoundError(f"node 0's supervisor was not found within {self._start_timeout_s:g} s")

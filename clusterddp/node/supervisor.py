@@ -10,14 +10,16 @@ attempt's `end.json` before it exits. SIGTERM, SIGINT and SIGUSR2 ask all ranks 
 Kinds of messages between a node and the head, by direct call on node 0, over a link (link.py) elsewhere:
 
 * Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; setup: the setup lines still run;
-  links: see socket_links.py), `missing` (missing, setup), `started` (interface, address, why, nccl_interfaces, python),
-  `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested` (reason, signal; ordered: by the head),
-  `cancel` (reason), `parent_gone` (pid, one_node), `failed` (a RankEnd), `ended` (left: pids that cannot be killed;
-  connected: a connection to the master was seen), `supervisor_ended` (node_rank, exit_code), `silent` (silent_s:
-  without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked, received, sent;
-  ranks: see usage_watch.py).
-* Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `stop`
-  (reason), `kill` (whole_gang), `stacks` (id), `usage` (asked, most), `finish` (exit_code).
+  check: a preflight runs; links: see socket_links.py), `missing` (missing, setup), `preflight` (awaited: the start
+  waits for it; a NodeHealth, or link: MB/s to the head), `filler` (data, to measure the link), `started` (interface,
+  address, why, nccl_interfaces, python), `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested` (reason, signal;
+  ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node), `failed` (a RankEnd), `ended` (left: pids
+  that cannot be killed; connected: a connection to the master was seen), `supervisor_ended` (node_rank, exit_code),
+  `silent` (silent_s: without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked,
+  received, sent; ranks: see usage_watch.py).
+* Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `preflight` (seconds:
+  measure the node again; or link: the link), `stop` (reason), `kill` (whole_gang), `stacks` (id), `usage` (asked,
+  most), `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.
 * Without a number (link.py): `join`, here with port; `join_again` (node_rank, session, received); the answer to both,
   `welcome` (session, received); `heartbeat` (received).
@@ -61,6 +63,7 @@ from clusterddp.node.link import (
 )
 from clusterddp.node.local_ranks import LocalRanks
 from clusterddp.node.log import log_end, log_line, open_log
+from clusterddp.node.preflight import NodeCheck, is_checked
 from clusterddp.node.preparation import Preparation
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
 from clusterddp.node.rank import drop_unwritten_output
@@ -190,9 +193,6 @@ class Supervisor:
             assert place is not None
             job = place.watch_job(order.job, environment, self._clock, order.gang.stop_lead_s)
         self._helpers = Helpers(order, environment)
-        parts = (guard, self._helpers, self._preparation, children, job)
-        self._parts = [part for part in parts if part is not None]
-        """What has started processes, and learns which of them have ended."""
         self.uplink: Uplink = reach_head(
             order,
             self._selector,
@@ -202,6 +202,10 @@ class Supervisor:
             job=job,
             now=self._clock.now,
         )
+        self._check = NodeCheck(order, self.uplink.report)
+        parts = (guard, self._helpers, self._preparation, self._check, children, job)
+        self._parts = [part for part in parts if part is not None]
+        """What has started processes, and learns which of them have ended."""
         self._look_at = 0.0 if order.job is not None else float("inf")
         """When to look whether others have ended the attempt, or claimed a later one; restarts in place claim none."""
         self._record_at: float | None = None
@@ -236,6 +240,8 @@ class Supervisor:
                 for order in orders:
                     if order["kind"] in {"kill", "finish"}:
                         self._preparation.end()
+                    elif order["kind"] == "preflight" and "seconds" in order:
+                        self._check.measure(float(order["seconds"]))
                     self._ranks.obey(order, now)
             if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
                 self._joined = True
@@ -414,6 +420,7 @@ def reach_head(
     Raises: OSError, ClusterddpError: no port is free to listen at.
     """
     join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), **missing}
+    join["check"] = is_checked(order)
     if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
         # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
         join["links"] = report_links(read_links())
@@ -464,6 +471,7 @@ def reach_head(
         listener=listener,
         known=known,
         in_job=order.job is not None,
+        probes=join["check"],
         now=now,
     )
 

@@ -151,7 +151,8 @@ class UsageWatch:
             for rank, each in sorted(collection.ranks.items())
         )
         for rank in sorted(set(named) - self._named):
-            log(self._run, "straggler", attempt=self._attempt.number, rank=rank, text=warn_of([named[rank]]))
+            who = {"rank": rank, "host": named[rank].host}
+            log(self._run, "straggler", attempt=self._attempt.number, **who, text=warn_of([named[rank]]))
         for rank in sorted(self._named - set(named)):
             log(self._run, "straggler_over", attempt=self._attempt.number, rank=rank)
         self._named = frozenset(named)

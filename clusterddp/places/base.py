@@ -47,6 +47,10 @@ class Launcher:
         Raises: PreflightError.
         """
 
+    def look_ahead(self, plan: Plan) -> Plan:
+        """Return a new plan with what is known of the machines now: nodes that are left out, notes."""
+        return plan
+
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> str:
         """Start an attempt whose directory is ready; `report` receives progress messages of slow steps.
 

@@ -82,6 +82,8 @@ class Request:
     """The run's name; None: one that is free is chosen."""
     placed: Placement | None = None
     """Where the ranks run, if that is decided already; None: the launcher of the spec places them."""
+    keeps_hosts: bool = False
+    """True: a run goes on where its checkpoints are, also on a host that is marked."""
     python: RankPython | None = None
     """The Python of the ranks, if that is decided already."""
     submission: bytes | None = None

@@ -502,6 +502,7 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
         environ=environ,
         parent=plan.parent,
         submission=submission,
+        keeps_hosts=True,
         python=plan.gang.python if same_python else None,
     )
     other = plan_run(resolved, request)

@@ -295,6 +295,8 @@ class SlurmPlan:
     container: dict[str, Any] | None
     mounts: tuple[str, ...]
     """Directories that the container needs in addition to the run's and the user's own mounts."""
+    left_out: dict[str, str] = dataclasses.field(default_factory=dict)
+    """Nodes that earlier runs have marked, with a sentence on each; sbatch gets them beside those of `exclude`."""
     variables: tuple[str, ...]
     """Names of the submitting shell's variables that the ranks get, from launcher/environment.json."""
     script: str
@@ -315,6 +317,16 @@ class SlurmPlan:
     def to_json(self) -> dict[str, Any]:
         return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
+    @property
+    def submit_options(self) -> dict[str, str | bool]:
+        """The options of sbatch, with the nodes that are left out."""
+        excluded = [*filter(None, [self.option("exclude")]), *self.left_out]
+        return self.sbatch_options | ({"exclude": ",".join(excluded)} if self.left_out else {})
+
+    def option(self, name: str) -> str:
+        """Return the value of an option of sbatch, also one of the #SBATCH lines of a user's script; empty: none."""
+        return options_of(self.script.encode(errors="surrogateescape"), self.sbatch_options).value(name)
+
     def file_of(self, run: RunDir) -> Path:
         """Return the file that sbatch gets."""
         return run.launcher_dir / self.file
@@ -327,14 +339,14 @@ def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attemp
         return dataclasses.replace(
             plan,
             arguments=(str(run_dir), *plan.arguments[1:]),
-            sbatch=script_sbatch_argv(plan.sbatch_options, job_comment(run_dir.name, tag)),
+            sbatch=script_sbatch_argv(plan.submit_options, job_comment(run_dir.name, tag)),
         )
     python, _, *paths = plan.arguments
     return dataclasses.replace(
         plan,
         arguments=(python, str(run_dir), *paths),
         sbatch=sbatch_argv(
-            plan.sbatch_options,
+            plan.submit_options,
             name=job_name(name, tag),
             comment=job_comment(run_dir.name, tag),
             directory=RunDir(run_dir).launcher_dir,

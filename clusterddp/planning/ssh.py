@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from clusterddp.errors import PreflightError, UsageError
 from clusterddp.planning.placement import Placement, Request
 from clusterddp.run.gang import Node
+from clusterddp.run.node_marks import read_marks
 from clusterddp.system.templates import read_template
 from clusterddp.wire import build
 
@@ -133,13 +134,35 @@ def place(job: JobSpec, request: Request) -> Placement:
     """
     from clusterddp.spec.hosts import share_out
 
+    job, left_out = (job, ()) if request.keeps_hosts else _leave_out_marked(job)
     ssh = SshPlan(
         hosts=tuple(_node(node_rank, share, job) for node_rank, share in enumerate(share_out(job))),
         root=job.ssh.dir,
         send=tuple(_send(source, target) for source, target in job.ssh.send.items()),
         fetch=tuple(job.ssh.fetch),
     )
-    return dataclasses.replace(place_nodes(job), ssh=ssh)
+    placement = place_nodes(job)
+    return dataclasses.replace(placement, ssh=ssh, notes=(*left_out, *placement.notes))
+
+
+def _leave_out_marked(job: JobSpec) -> tuple[JobSpec, tuple[str, ...]]:
+    """Return the spec with the hosts that earlier runs have marked behind the others, and what becomes of each.
+
+    The order stays where all hosts are needed.
+    """
+    from clusterddp.spec.hosts import expand_hosts, share_out
+
+    marks = {mark.node: mark for mark in read_marks("ssh")}
+    hosts = [host for _, host in expand_hosts(job.ssh.hosts)]
+    marked = [marks[host.host] for host in hosts if host.host in marks]
+    if marked and len(hosts) > job.resources.nodes:
+        hosts.sort(key=lambda host: host.host in marks)
+        job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"hosts": tuple(hosts)})})
+    used = {share.host.host for share in share_out(job)}
+    needed = "is needed all the same, as no other host is named in its place"
+    return job, tuple(
+        f"{mark.node} {needed}: {mark.why} (run {mark.run})" if mark.node in used else mark.spell() for mark in marked
+    )
 
 
 def place_nodes(job: JobSpec) -> Placement:

@@ -73,12 +73,14 @@ def cancelled(reason: str) -> AttemptEnd:
     return AttemptEnd(outcome="CANCELLED", reason=reason)
 
 
-def failed(reason: str, *, host: str | None = None, log: str | None = None, goes_on: bool = False) -> AttemptEnd:
+def failed(
+    reason: str, *, host: str | None = None, log: str | None = None, goes_on: bool = False, of_node: bool = False
+) -> AttemptEnd:
     """Return the end of an attempt that failed with this reason as its root cause.
 
     `host`: where it failed, by default this one. `goes_on`: another start of its Slurm job begins the next attempt.
     """
-    cause = RankEnd(rank=None, host=host or socket.gethostname(), error=reason, log=log)
+    cause = RankEnd(rank=None, host=host or socket.gethostname(), error=reason, log=log, of_node=of_node)
     return failed_by(cause, goes_on=goes_on)
 
 
@@ -101,14 +103,15 @@ def loss_of_nodes(
     `what`: a sentence on what happened. `attempt`: the one whose ranks had started; None: no rank had. `place`: where
     it was seen, if not on the first of the nodes.
     """
-    host = (place or nodes[0]).host
+    host, of_node = (place or nodes[0]).host, place is None and bool(whose)
     if attempt is None:
-        return RankEnd(rank=None, host=host, error=f"{what} before any rank was started", restart="another job")
+        error = f"{what} before any rank was started"
+        return RankEnd(rank=None, host=host, error=error, restart="another job", of_node=of_node)
     ranks = [rank for node in nodes for rank in node.ranks]
     rank = min(place.ranks if place else ranks)
     log = str(attempt.stderr(rank).relative_to(attempt.run_path))
     error = f"{what}; {whose}{spell_ranks(gang.carried_by(ranks))} ended with it"
-    return RankEnd(rank=rank, host=host, error=error, log=log, restart="another job")
+    return RankEnd(rank=rank, host=host, error=error, log=log, restart="another job", of_node=of_node)
 
 
 class EndRecord:

@@ -160,6 +160,8 @@ class RankEnd:
     """True when it ended after its supervisor had begun to end it."""
     restart: Restart = "none"
     """Which restart may help."""
+    of_node: bool = False
+    """True: the machine is at fault, as far as anybody can see; run/node_marks.py remembers it."""
 
     def spell(self, who: str) -> str:
         """Say how it ended; `who`: the rank and its host."""

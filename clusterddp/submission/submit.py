@@ -16,12 +16,13 @@ from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
 from clusterddp.planning.hold import in_hold, with_own_job
-from clusterddp.planning.placement import GpusInUseError
-from clusterddp.planning.plan import Plan, move_plan, plan_json, read_plan
+from clusterddp.planning.placement import GpusInUseError, Request
+from clusterddp.planning.plan import Plan, move_plan, plan_json, plan_run, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_attempt
 from clusterddp.run.directory import RunDir
+from clusterddp.run.node_marks import learn
 from clusterddp.run.record import log_event, read_run
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunView, refuse_resume
@@ -31,6 +32,7 @@ from clusterddp.system.own_directory import demand_own
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
+    from clusterddp.spec.load import ResolvedSpec
 
 CANCELLED_IN_QUEUE = "cancelled before it was started"
 _RESUME_LOOK_S = 60.0
@@ -48,6 +50,11 @@ class Submitted:
     run_dir: Path
     runs: tuple[str, ...] = ()
     """Of a sweep: the runs that will be started."""
+
+
+def plan_ahead(resolved: ResolvedSpec, request: Request) -> Plan:
+    """Compute everything that submitting this spec would do, with what its machines say now; see `plan_run`."""
+    return launcher_named(resolved.job.launcher, request.environ).look_ahead(plan_run(resolved, request))
 
 
 def submit(plan: Plan, report: Report = no_report) -> Submitted:
@@ -94,6 +101,7 @@ def resume(
     with Synchroniser([run], environ) as sync:
         sync.update(timeout_s=_RESUME_LOOK_S)
     view = read_state(run)
+    learn(run)
     instead = f"clusterddp submit {run.name} repeats it; clusterddp resume {run.name} KEY=VALUE gives it more to do"
     refuse_resume(run, view, instead=instead, more=bool(overrides) or is_batch_script(run))
     if check is not None:
@@ -182,6 +190,7 @@ def wait(
         sync.update()
         view = read_state(run, slurm)
         if view.finished:
+            learn(run)
             return view
         left = interval if deadline is None else deadline - time.monotonic()
         if left <= 0:

@@ -20,7 +20,7 @@ from clusterddp.errors import UsageError
 from clusterddp.places.slurm.cluster import check_array_size
 from clusterddp.places.staging import put_in_place, staged
 from clusterddp.planning.placement import Request
-from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
+from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json
 from clusterddp.planning.processes import queue_command
 from clusterddp.planning.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
 from clusterddp.planning.slurm import SlurmPlan, sbatch_argv, script_sbatch_argv
@@ -32,6 +32,7 @@ from clusterddp.run.record import ProcessIdentity, RunRecord
 from clusterddp.run.surroundings import capture_surroundings
 from clusterddp.run.sweep import SweepDir, SweepRecord, task_of, write_sweep
 from clusterddp.spec.batch_script import options_of, read_array
+from clusterddp.submission.submit import plan_ahead
 from clusterddp.system.files import write_bytes, write_json, write_text
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.units import format_count
@@ -118,7 +119,7 @@ def plan_sweep(
 
     def plan_one(variant: Variant) -> Plan:
         its_own = dataclasses.replace(request, submission=variant.submission)
-        return _beside_others(plan_run(variant.resolved, its_own), spec.throttle)
+        return _beside_others(plan_ahead(variant.resolved, its_own), spec.throttle)
 
     return _lay_out(spec, plan_one)
 
@@ -283,7 +284,7 @@ def _plan_job(base: Plan, path: Path, *, token: str, size: int, throttle: int | 
         base.slurm,
         arguments=(python, str(SweepDir(path).tasks), *paths),
         sbatch=sbatch_argv(
-            {"array": indices, **base.slurm.sbatch_options},
+            {"array": indices, **base.slurm.submit_options},
             name=job_name(base.name, tag),
             comment=job_comment(path.name, tag),
             directory=path,

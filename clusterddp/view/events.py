@@ -77,6 +77,13 @@ def warn_of_wait(events: Sequence[Row]) -> str:
     return str(rows[-1].get("text", "")) if rows else ""
 
 
+def warn_of_nodes(events: Sequence[Row], attempt: int | None) -> str:
+    """Return what the preflight has found about nodes, and which nodes an attempt has left out; empty: nothing."""
+    rows = [row for row in events if row.get("attempt") == attempt]
+    marked = [f"{row.get('host')}: {row.get('why')}" for row in rows if row.get("event") == "node_marked"]
+    return "; ".join([*marked, *(str(row.get("text")) for row in rows if row.get("event") == "left_out")])
+
+
 def warn_of_unsent(events: Sequence[Row]) -> str:
     """Return a warning where the last try to send a message failed, for each way; empty: all were sent."""
     failed: dict[tuple[int, str, str], str] = {}

@@ -20,6 +20,7 @@ from clusterddp.places.ssh.host_run import read_reports, read_unreached, start_o
 from clusterddp.places.state import read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_held
+from clusterddp.run.node_marks import learn
 from clusterddp.run.rank_usage import read_usage_report
 from clusterddp.run.record import RankEnd, RunRecord, Start, read_events, read_gang, read_run, read_start
 from clusterddp.run.seal import Mark, mark_of
@@ -35,6 +36,7 @@ from clusterddp.view.events import (
     find_start_phases,
     find_stopping,
     find_transports,
+    warn_of_nodes,
     warn_of_sockets,
     warn_of_unsent,
     warn_of_unwatched,
@@ -189,10 +191,13 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     all_events = events
     if shown.step is not None:
         events = [row for row in events if row.get("step") == shown.step]
+    if not mark_of(run):
+        learn(run, all_events)
     usage = read_usage_report(attempt) if is_running and attempt else None
     transports = find_transports(events, view.attempt)
     warnings = (
         end.warning if end else "",
+        warn_of_nodes(all_events, view.attempt),
         warn_of_sockets(transports),
         warn_of_unsent(all_events),
         warn_of_unwatched(all_events, view.attempt),

@@ -25,7 +25,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
 from clusterddp.places.slurm.commands import END_TIME, read_time_left_s, run_slurm, show_job
@@ -48,6 +48,7 @@ from clusterddp.run.attempts import (
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.job_tag import job_tag, tag_of
+from clusterddp.run.node_marks import learn
 from clusterddp.run.record import JobAnswer, RunRecord, drop_secrets, log_event, read_run, write_job_answer
 from clusterddp.run.seal import refuse_changed
 from clusterddp.run.steps import is_batch_script
@@ -64,6 +65,9 @@ from clusterddp.system.files import (
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
 
+if TYPE_CHECKING:
+    from clusterddp.planning.slurm import SlurmPlan
+
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end after srun has exited: the tasks exit only after it, but NFS may lag."""
 _SRUN_TIMEOUT_S = 8.0
@@ -74,6 +78,8 @@ _GOES_ON_ELSEWHERE = 75
 _NODE_FAILURE = re.compile(r"[Nn]ode failure on (\S+)")
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
+_UPDATE_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
+"""Before each try to change a job that was queued again; Slurm's KillWait, 30 s by default, is longer than all."""
 
 
 @dataclass(slots=True)
@@ -155,6 +161,8 @@ def find_run(argument: str, environ: Mapping[str, str]) -> RunDir:
 def carry(carried: Carried, signals: Signals) -> int:
     """Claim an attempt, run it, and have the job started again if the run continues; return the exit code."""
     run, start = carried.run, carried.start
+    if (place := carried.environment.get("XDG_STATE_HOME")) is not None:
+        os.environ["XDG_STATE_HOME"] = place  # that of the submitting shell, for the spool and the marks of nodes
     attempt = claim_attempt(carried)
     if attempt is None:
         return _finish(run)
@@ -292,7 +300,8 @@ def _explain(carried: Carried, srun_end: str | None, srun_log: str, signals: Sig
         reason = f"{srun_end}, and no process recorded how the ranks ended" + (f": {last_line}" if last_line else "")
     number = run.newest_attempt().number + 1
     will_restart = bool(signals.ended or lost) and carried.may_begin(number)
-    return failed(reason, host=lost[1] if lost else start.host, log="launcher/tasks.log", goes_on=will_restart)
+    host, is_lost = (lost[1], True) if lost else (start.host, False)
+    return failed(reason, host=host, log="launcher/tasks.log", goes_on=will_restart, of_node=is_lost)
 
 
 def _conclude(carried: Carried, attempt: AttemptDir) -> int:
@@ -302,6 +311,7 @@ def _conclude(carried: Carried, attempt: AttemptDir) -> int:
     end = read_end(last)
     if end is None or not end.will_restart:
         return _finish(run)
+    learn(run)
     by = start_next_attempt(carried, last)
     print(f"attempt {last.number} ended ({end.reason}); the next one is started by {by}", file=sys.stderr, flush=True)
     if final_end(run) is not None:
@@ -312,6 +322,7 @@ def _conclude(carried: Carried, attempt: AttemptDir) -> int:
 def _finish(run: RunDir) -> int:
     """Delete the secrets of a run that has ended; return the exit code for its outcome."""
     drop_secrets(run)
+    learn(run)
     end = retry_outage(lambda: final_end(run))
     if end is None or end.outcome == "FAILED":
         code = end.root_cause.exit_code if end and end.root_cause else None
@@ -357,6 +368,7 @@ def _try(carried: Carried, attempt: AttemptDir) -> str:
         return "the same job, requeued"
     if job is None:
         return _follow_up(carried, attempt, "Slurm no longer knows the job")
+    others = _without_marked(carried)  # before: Slurm ends this process soon after
     try:
         run_slurm(["scontrol", "requeue", start.job_id], environ=environ)
     except SlurmError as error:
@@ -364,7 +376,36 @@ def _try(carried: Carried, attempt: AttemptDir) -> str:
             raise SlurmError(error.message, transient=True) from error
         return _follow_up(carried, attempt, error.message)
     log_event(carried.run, "requeued", attempt=attempt.number, job_id=start.job_id)
+    if others is not None:
+        _exclude(carried, attempt.number + 1, others)
     return "the same job, requeued"
+
+
+def _without_marked(carried: Carried) -> SlurmPlan | None:
+    """Return the job without the nodes that are marked by now; None: there are none."""
+    from clusterddp.places.slurm.nodes import leave_out
+    from clusterddp.planning.plan import read_plan
+
+    plan = read_plan(carried.run, in_job=True).slurm
+    plan = leave_out(plan, carried.environment) if plan is not None else None
+    return plan if plan is not None and plan.left_out else None
+
+
+def _exclude(carried: Carried, number: int, plan: SlurmPlan) -> None:
+    """Have Slurm start the job, which it has just queued again, for this attempt, on other nodes.
+
+    Slurm changes the nodes of a waiting job only, and answers so until it has ended the job's steps.
+    """
+    argv = ["scontrol", "update", f"JobId={carried.start.job_id}", f"ExcNodeList={plan.submit_options['exclude']}"]
+    for pause_s in _UPDATE_PAUSES_S:
+        time.sleep(pause_s)
+        try:
+            run_slurm(argv, environ=carried.environment)
+        except SlurmError as error:
+            print(error.message, file=sys.stderr, flush=True)
+        else:
+            log_event(carried.run, "left_out", attempt=number, text="; ".join(plan.left_out.values()))
+            return
 
 
 def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
@@ -547,7 +588,8 @@ def _close_stale(carried: Carried, attempt: AttemptDir) -> None:
     will_restart = carried.may_begin(attempt.number + 1)
     if not will_restart:
         reason += f"; {_used_up(restarts)}"
-    end = failed(reason, host=host, log="launcher/tasks.log", goes_on=will_restart)
+    is_lost = state == "NODE_FAIL"
+    end = failed(reason, host=host, log="launcher/tasks.log", goes_on=will_restart, of_node=is_lost)
     if close_attempt(attempt, end, carried.record.token).is_first:
         log_event(run, "attempt_ended", attempt=attempt.number, outcome=end.outcome, reason=end.reason)
 

@@ -18,6 +18,12 @@ SINFO_FIELDS = ("%R", "%D", "%c", "%m", "%t", "%G")
 ASSOCIATION_FIELDS = ("cluster", "account", "partition", "qos", "maxsubmit", "maxwall")
 _UNUSABLE = frozenset({"down", "drain", "drng", "fail", "failg", "maint", "inval", "unk", "futr", "no_respond"})
 """sinfo's abbreviations of states in which no job can start on a node. Source: sinfo(1), node state codes."""
+_STATE_MARKS = "*~#!%$@^-+"
+
+
+def is_usable(state: str) -> bool:
+    """Return whether a job can start on a node whose state sinfo abbreviates so."""
+    return state.rstrip(_STATE_MARKS) not in _UNUSABLE
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,7 +44,7 @@ class NodeGroup:
 
     @property
     def usable(self) -> bool:
-        return self.state not in _UNUSABLE
+        return is_usable(self.state)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,7 +102,7 @@ def parse_node_groups(text: str) -> dict[str, tuple[NodeGroup, ...]]:
                     cpus=read_number(cpus) or 0,
                     memory_mb=read_number(memory_mb) or 0,
                     gpus=parse_gpus(gres),
-                    state=state.rstrip("*~#!%$@^-+"),
+                    state=state.rstrip(_STATE_MARKS),
                 )
             )
     return {name: tuple(found) for name, found in groups.items()}

@@ -20,6 +20,7 @@ from clusterddp.places.base import Launcher, Report, no_report
 from clusterddp.places.slurm.commands import call_slurm, run_slurm
 from clusterddp.places.slurm.explain import advise_refusal
 from clusterddp.places.slurm.hold import ask_hold, ask_in_hold, await_release, leave_queue, refuse_ended
+from clusterddp.places.slurm.nodes import leave_out, notes_on_nodes
 from clusterddp.places.slurm.queue import Phase, Slurm, scancel
 from clusterddp.places.slurm.state import (
     ask_slurm,
@@ -96,8 +97,17 @@ class SlurmLauncher(Launcher):
             hint=hint,
         )
 
+    def look_ahead(self, plan: Plan) -> Plan:
+        """Leave out nodes that earlier runs have marked; note nodes that cannot start, and a maintenance."""
+        assert plan.slurm is not None
+        slurm, notes = leave_out(plan.slurm, self._environ), notes_on_nodes(plan.slurm, self._environ)
+        plan = dataclasses.replace(plan, slurm=slurm, notes=(*plan.notes, *slurm.left_out.values(), *notes))
+        return move_plan(plan, plan.run_dir)
+
     def renew(self, plan: Plan) -> Plan:
-        """Return the plan for the next submit, with the dependencies that are left."""
+        """Return the plan for the next submit, with the dependencies that are left, without marked nodes."""
+        assert plan.slurm is not None
+        plan = dataclasses.replace(plan, slurm=leave_out(plan.slurm, self._environ))
         assert plan.slurm is not None
         if not plan.spec.get("after"):
             return plan
@@ -251,9 +261,12 @@ def submit_attempt(
     assert plan.slurm is not None
     if keep_variables:
         options = without_waiting(plan.slurm.sbatch_options)
-        plan = dataclasses.replace(plan, slurm=dataclasses.replace(plan.slurm, sbatch_options=options))
+        slurm = leave_out(dataclasses.replace(plan.slurm, sbatch_options=options), environ)
+        plan = dataclasses.replace(plan, slurm=slurm)
     plan = move_plan(plan, run.path, attempt)
     assert plan.slurm is not None
+    if plan.slurm.left_out:
+        log_event(run, "left_out", attempt=attempt, text="; ".join(plan.slurm.left_out.values()))
     if not keep_variables and plan.slurm.directory is None:
         write_variables(run, plan, environ)
     tag = job_tag(plan.token, attempt)

@@ -41,6 +41,7 @@ ARGUMENTS = {
     "list": "list",
     "logs": "logs RUN",
     "manifest": "manifest job.yaml --image x",
+    "nodes": "nodes",
     "ps": "ps",
     "report": "report RUN --out -",
     "resume": "resume RUN -n",

@@ -72,6 +72,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("launch job.yaml", 2, "clusterddp submit SPEC"),
         ("train job.yaml", 2, "clusterddp submit SPEC"),
         ("ls", 2, 'no such command "ls" | clusterddp list'),
+        ("drain node3", 2, 'no such command "drain" | clusterddp nodes'),
+        ("nodes", 0, "no node is left out"),
         ("queue", 2, 'no such command "queue" | clusterddp list'),
         ("squeue", 2, "clusterddp list"),
         ("stop brisk-otter-3", 2, 'no such command "stop" | clusterddp cancel RUN ends a run'),
