@@ -116,7 +116,6 @@ class Head:
         """Set when the run is over and recorded, or cannot be recorded."""
         self.node_is_down = False
         """True once the job has lost a node, or is about to be killed: nodes without heartbeats count as lost."""
-        self._job_has_lost_node = False
         self._run = run
         self._gang = gang
         self._guard = guard
@@ -193,7 +192,8 @@ class Head:
         if self.exit_code is not None or node_rank in self.nodes.lost:
             return
         for node, what in self.nodes.lose(node_rank, why, self._interface):
-            self._fail_nodes((node,), what, now)
+            # A batch system that ends a job kills supervisors; it silences no host.
+            self._fail_nodes((node,), what, now, of_node=why.kind == "host_silent" or not self._attempt.stop_reason)
         self._confirm(node_rank, [])
 
     def tick(self, now: float) -> None:
@@ -327,8 +327,7 @@ class Head:
 
     def _watch_job(self, job: JobWatch, now: float) -> None:
         intent = job.tick(now)
-        self._job_has_lost_node |= intent is not None and intent.node_is_down
-        self.node_is_down |= self._job_has_lost_node
+        self.node_is_down |= intent is not None and intent.node_is_down
         self.node_is_down |= self._attempt.is_about_to_be_killed(now)
         if intent is not None and intent.apply(self._attempt) and self._ending is None:
             self._stop(intent.reason, now, time_limit=intent.kind == "time_is_up")
@@ -343,14 +342,13 @@ class Head:
         log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason, asks=self._attempt.asks)
         self._send_all({"kind": "stop", "reason": reason})
 
-    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float) -> None:
+    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, of_node: bool = True) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault."""
-        self._fail(loss_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in), now)
+        cause = loss_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in)
+        self._fail(dataclasses.replace(cause, of_node=of_node), now)
 
     def _fail(self, failure: RankEnd, now: float) -> None:
         """Note a failure after which these supervisors start nothing again."""
-        if self._attempt.stop_reason is not None and not self._job_has_lost_node:
-            failure = dataclasses.replace(failure, of_node=False)  # what is being ended ends so
         if self._job is not None and failure.restart == "another job":
             self._restarts.incomplete = True
         else:

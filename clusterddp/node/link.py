@@ -365,7 +365,7 @@ class HeadElsewhere:
         listener: socket.socket,
         known: Link | None,
         in_job: bool,
-        probes: bool,
+        probes: bool = False,
         now: float,
     ) -> None:
         """`listener`: the head connects to it after a connection broke, to test whether this process lives.
@@ -421,7 +421,8 @@ class HeadElsewhere:
         orders = [self._take_order(message) for message in messages]
         if self._probing and self._peer.is_acknowledged:
             self._probing = False
-            self.report({"kind": "preflight", "link": round(self._peer.read_speed(), 1)})
+            if speed := self._peer.read_speed():
+                self.report({"kind": "preflight", "link": round(speed, 1)})
         if self._peer.lost is not None and self.exit_code is None:
             log_line(f"node 0's supervisor is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost

@@ -80,7 +80,7 @@ def measure_node(folders: Mapping[str, Path], *, cores: int, seconds: float) -> 
     """Measure this machine; `folders`: where files are written; `cores`: how many the ranks need."""
     speed, share, core = _measure_cores(cores, seconds)
     free, total = free_bytes(), read_memory_limit() or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    failed, slow = [], []
+    failed, slow = list[str](), list[str]()
     for what, folder in folders.items():
         try:
             with tempfile.TemporaryFile(dir=folder) as file:

@@ -77,7 +77,7 @@ def suspects(
 ) -> list[Suspicion]:
     """Return what follows from one attempt's records; `events`: its rows of the history.
 
-    A node on which an attempt completes is cleared of what was held against it before the start.
+    A node on which an attempt completes is cleared of what earlier ones hold against it.
     """
     at = end.ended if end is not None else now
     found = [
@@ -98,7 +98,7 @@ def suspects(
         why = f"{cause.error}, nobody knows by whom"
         found.append(Suspicion(node=cause.host, why=why, at=at, lasts_s=_SLOW_S))
     elif end is not None and end.outcome == "COMPLETED" and start is not None:
-        hosts = {node["host"] for node in start.get("nodes", ())}
+        hosts = {node["host"] for node in start.get("nodes", ())} - {each.node for each in found}
         found += [Suspicion(node=host, at=start.get("started", at)) for host in sorted(hosts)]
     return found
 

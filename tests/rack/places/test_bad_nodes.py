@@ -22,9 +22,14 @@ from tests.testbed.rack import Rack, running_rack
 
 pytestmark = [pytest.mark.root, pytest.mark.usefixtures("needs_rack")]
 CPU = Path("/sys/fs/cgroup/cpu")
-SPEC = (
-    "name: job\nlauncher: {launcher}\ndevice: cpu\nresources: {{nodes: {nodes}}}\nentry: {{script: entry.py}}\n{more}"
-)
+SPEC = """
+name: job
+launcher: {launcher}
+device: cpu
+resources: {{nodes: {nodes}, time: 120}}
+entry: {{script: entry.py}}
+{more}
+"""
 HOSTS = "ssh: {hosts: [node1, node2, node3]}\n"
 WAITS = "import os, time\nwhile os.environ['CLUSTERDDP_ATTEMPT'] == '0':\n    time.sleep(0.1)\n"
 
@@ -79,12 +84,13 @@ def marks(person: Any) -> dict[str, str]:
 
 def test_a_node_with_too_little_of_its_cores_is_named_left_out_and_let_in_again(cluster: Rack) -> None:
     person = SlurmPerson.at(cluster, "slow")
-    with limited(cluster, "node1", cores=0.2):
+    with limited(cluster, "node1", cores=0.04):  # so little that it shows beside other tests
         first = submit(person)
         assert await_final_end(first, 120).outcome == "COMPLETED"
         assert hosts_of(first) == ["node1", "node2"]
         warning = person.status(first)["warning"]
-        assert warning.startswith("node1: core ")
+        measured = [row["nodes"] for row in read_events(first) if row["event"] == "preflight"]
+        assert "node1: core " in warning, measured
         assert "another process or a limit the rest" in warning
         assert list(marks(person)) == ["node1"]
         second = submit(person)
@@ -135,10 +141,10 @@ def test_nodes_that_are_drained_and_a_maintenance_are_said_at_the_submit(cluster
     person = SlurmPerson.at(cluster, "notes")
     cluster.run(HEAD, ["scontrol", "update", "NodeName=node3", "State=DRAIN", "Reason=bad fan"])
     name = "ReservationName=upgrade"
-    reservation = [name, "StartTime=now+1hour", "Duration=60", "Flags=MAINT", "Nodes=ALL", "Users=root"]
+    reservation = [name, "StartTime=now+1hour", "Duration=60", "Flags=MAINT,IGNORE_JOBS", "Nodes=ALL", "Users=root"]
     try:
         cluster.run(HEAD, ["scontrol", "create", "reservation", *reservation])
-        more = "slurm: {nodelist: 'node[2-3]', time: '2:00:00'}\n"
+        more = "slurm: {nodelist: 'node[2-3]'}\n"
         (person.path / "entry.py").write_text("")
         (person.path / "job.yaml").write_text(SPEC.format(launcher="slurm", nodes=2, more=more))
         shown = person.clusterddp("submit", "job.yaml", "-n", "-v", check=False).stdout
@@ -160,12 +166,12 @@ def test_over_ssh_a_host_with_a_slow_link_is_named_and_taken_last(lan3: Rack) ->
     with ssh_place_on(lan3) as place:
         lan3.set_link_rate("node2", 20)
         try:
-            run = submit(place, launcher="ssh", nodes=3, more=HOSTS)
+            run = submit(place, launcher="ssh", nodes=3, more=HOSTS, code="import time; time.sleep(6)")
+            status = place.await_state("COMPLETED", "FAILED", run=run)
         finally:
             lan3.set_link_rate("node2", None)
-        status = place.await_state("COMPLETED", "FAILED", run=run)
         assert status["state"] == "COMPLETED"
-        assert status["warning"].startswith("node2: its link to node 0 carries ")
+        assert "node2: its link to node 0 carries " in status["warning"]
 
 
 def test_over_ssh_a_host_whose_tmp_is_read_only_ends_the_start(lan3: Rack) -> None:

@@ -17,7 +17,9 @@ from clusterddp.planning.plan import Plan
 from clusterddp.run.node_marks import Mark, read_marks, remember
 from tests.support.launch_runs import plan_text
 
-SLURM = "name: job\nlauncher: slurm\ndevice: cpu\nresources: {{nodes: {nodes}}}\nslurm: {{partition: gpu{more}}}\n"
+SLURM = (
+    "name: job\nlauncher: slurm\ndevice: cpu\nresources: {{nodes: {nodes}{size}}}\nslurm: {{partition: gpu{more}}}\n"
+)
 WHY = "core 0 is slow"
 ENTRY = "entry: {command: hostname}\n"
 
@@ -55,8 +57,8 @@ def mark(
     remember([Mark(node=node, launcher=launcher, why=why, run="r-12", since=since, until=since + hours * 3600)])
 
 
-def slurm_plan(tmp_path: Path, environ: dict[str, str], *, nodes: int = 2, more: str = "") -> Plan:
-    return plan_text(SLURM.format(nodes=nodes, more=more) + ENTRY, tmp_path, environ=environ)
+def slurm_plan(tmp_path: Path, environ: dict[str, str], *, nodes: int = 2, more: str = "", size: str = "") -> Plan:
+    return plan_text(SLURM.format(nodes=nodes, more=more, size=size) + ENTRY, tmp_path, environ=environ)
 
 
 def test_nodes_lists_filters_and_clears(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -141,20 +143,18 @@ def test_a_maintenance_that_begins_before_the_end_is_said(
     begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + hours * 3600))
     line = f"ReservationName=upgrade StartTime={begin} EndTime={begin} Duration=1 Nodes=node[1-4] Flags={flags}\n"
     environ = slurm(reservations=line)
-    more = f", time: '{time_limit}'" if time_limit else ""
-    said = notes_on_nodes(slurm_plan(tmp_path, environ, more=more).slurm, environ)
+    size = f", time: '{time_limit}'" if time_limit else ""
+    said = notes_on_nodes(slurm_plan(tmp_path, environ, size=size).slurm, environ)
     assert [note.startswith("maintenance of node[1-4] begins ") for note in said] == [True] * notes
 
 
 def test_over_ssh_a_marked_host_is_taken_last(tmp_path: Path) -> None:
-    spec = (
-        "name: job\nlauncher: ssh\ndevice: cpu\nresources: {{nodes: {nodes}}}\nssh: {{hosts: ['gpu[1-3]']}}\n" + ENTRY
-    )
+    spec = "name: job\nlauncher: ssh\ndevice: cpu\nsnapshot: false\nssh: {hosts: ['gpu[1-3]']}\n" + ENTRY
     mark("gpu1", launcher="ssh")
-    plan = plan_text(spec.format(nodes=2), tmp_path)
+    plan = plan_text(spec + "resources: {nodes: 2}\n", tmp_path)
     assert [node.host for node in plan.gang.nodes] == [host.host for host in plan.ssh.hosts] == ["gpu2", "gpu3"]
     assert [note for note in plan.notes if note.startswith("gpu1 left out until ")]
-    plan = plan_text(spec.format(nodes=3), tmp_path)
+    plan = plan_text(spec, tmp_path)
     assert [node.host for node in plan.gang.nodes] == ["gpu1", "gpu2", "gpu3"]
     needed = "gpu1 is needed all the same, as no other host is named in its place: core 0 is slow (run r-12)"
     assert needed in plan.notes

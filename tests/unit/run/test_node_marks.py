@@ -73,6 +73,13 @@ def test_what_the_preflight_has_found_counts_also_while_the_run_goes_on() -> Non
     assert found(None, [marked, marked | {"host": "node0", "failed": True}]) == [("node1", 2), ("node0", 24)]
 
 
+def test_an_attempt_that_completes_clears_its_nodes_but_those_that_it_marks() -> None:
+    start = {"started": NOW - 50, "nodes": [{"node_rank": 0, "host": "node0"}, {"node_rank": 1, "host": "node1"}]}
+    marked = {"event": "node_marked", "time": NOW - 60, "host": "node1", "why": "core 0 is slow", "failed": False}
+    end = AttemptEnd(outcome="COMPLETED", reason="")
+    assert found(end, [marked], start) == [("node1", 2), ("node0", 0)]
+
+
 @pytest.mark.parametrize(("seconds", "rank", "hours"), [(899, 3, None), (901, 3, 2), (901, 0, None)])
 def test_a_straggler_over_many_windows_makes_its_node_slow(seconds: float, rank: int, hours: float | None) -> None:
     begun = {"event": "straggler", "time": NOW - seconds, "rank": rank, "host": "node1", "text": ""}
@@ -105,10 +112,11 @@ def test_a_mark_ends_by_time_by_a_user_or_by_a_later_run_that_completes(tmp_path
     assert clear(["node1"]) == ["node1"]
     learn(bad)
     assert read_marks() == []
-    later = make_run(tmp_path, "later", failed_by(lost), ended=now + 1)
+    later = make_run(tmp_path, "later", failed_by(lost), ended=time.time())
     learn(later)
     assert [mark.run for mark in read_marks()] == ["later"]
-    learn(make_run(tmp_path, "good", AttemptEnd(outcome="COMPLETED", reason=""), ended=now + 9, began=now + 2))
+    began = time.time()
+    learn(make_run(tmp_path, "good", AttemptEnd(outcome="COMPLETED", reason=""), ended=began + 9, began=began))
     learn(later)
     assert read_marks() == []
 
@@ -134,7 +142,6 @@ def test_the_history_of_a_run_is_read_by_attempt(tmp_path: Path) -> None:
 
 def test_marks_that_cannot_be_read_or_written_stop_nothing(tmp_path: Path) -> None:
     run = make_run(tmp_path, "bad", end_of(error="rank 1 on node1 was killed by SIGKILL", signal="SIGKILL"), ended=1e10)
-    (tmp_path / "state").mkdir()
-    (tmp_path / "state/clusterddp").write_text("in the way")
+    (tmp_path / "state/clusterddp/nodes.json").mkdir()
     learn(run)
     assert read_marks() == []
