@@ -172,6 +172,8 @@ def test_over_ssh_a_host_with_a_slow_link_is_named_and_taken_last(lan3: Rack) ->
             lan3.set_link_rate("node2", None)
         assert status["state"] == "COMPLETED"
         assert "node2: its link to node 0 carries " in status["warning"]
+        assert list(marks(place)) == ["node2"]
+        place.clusterddp("nodes", "--clear")
 
 
 def test_over_ssh_a_host_whose_tmp_is_read_only_ends_the_start(lan3: Rack) -> None:
