@@ -12,11 +12,11 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
 * Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; setup: the setup lines still run;
   check: a preflight runs; links: see socket_links.py), `missing` (missing, setup), `preflight` (awaited: the start
   waits for it; a NodeHealth, or link: MB/s to the head), `filler` (data, to measure the link), `started` (interface,
-  address, why, nccl_interfaces, python), `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested` (reason, signal;
-  ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node), `failed` (a RankEnd), `ended` (left: pids
-  that cannot be killed; connected: a connection to the master was seen), `supervisor_ended` (node_rank, exit_code),
-  `silent` (silent_s: without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done` (id), `usage` (asked,
-  received, sent; ranks: see usage_watch.py).
+  address, why, nccl_interfaces, python), `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested` (reason,
+  signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node), `failed` (a RankEnd), `ended` (left:
+  pids that cannot be killed; connected: a connection to the master was seen), `supervisor_ended` (node_rank,
+  exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done` (id),
+  `usage` (asked, received, sent; ranks: see usage_watch.py).
 * Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `preflight` (seconds:
   measure the node again; or link: the link), `stop` (reason), `kill` (whole_gang), `stacks` (id), `usage` (asked,
   most), `finish` (exit_code).
