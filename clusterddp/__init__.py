@@ -6,12 +6,12 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from clusterddp.api import Executor as Executor
     from clusterddp.api import Run as Run
     from clusterddp.api import load_spec as load_spec
     from clusterddp.api import plan as plan
     from clusterddp.api import submit as submit
     from clusterddp.api import submit_sweep as submit_sweep
+    from clusterddp.executor import Executor as Executor
     from clusterddp.script import checkpoint as checkpoint
     from clusterddp.script.place import output_dir as output_dir
     from clusterddp.script.place import resumed_from as resumed_from
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 _HOMES = {
-    **dict.fromkeys(("Executor", "Run", "load_spec", "plan", "submit", "submit_sweep"), "clusterddp.api"),
+    "Executor": "clusterddp.executor",
+    **dict.fromkeys(("Run", "load_spec", "plan", "submit", "submit_sweep"), "clusterddp.api"),
     **dict.fromkeys(("output_dir", "resumed_from", "should_stop"), "clusterddp.script.place"),
     **dict.fromkeys(("log", "progress"), "clusterddp.script.report"),
 }

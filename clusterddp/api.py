@@ -1,4 +1,4 @@
-"""The Python interface to the commands: functions, the class `Run`, and `Executor`, which calls functions as runs.
+"""The Python interface to the commands: functions, and the class `Run`; executor.py calls functions as runs.
 
 A `Run` has the methods of a future of concurrent.futures and reads the run's files anew each time, so every process can
 have one. `Run.future` is a real future: its owner is a thread of one process.
@@ -29,6 +29,7 @@ from clusterddp.errors import ClusterddpError, RunCancelledError, RunFailedError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, list_runs
 from clusterddp.run.record import read_gang, read_run
+from clusterddp.spec.layers import default_runs_dir
 from clusterddp.system.files import read_jsonl
 from clusterddp.system.python import module_command
 
@@ -88,12 +89,12 @@ class Run:
 
         Raises: RunNotFoundError: there is none.
         """
-        return cls(find_run(_runs_dir(runs_dir), name).path.absolute())
+        return cls(find_run(Path(runs_dir or default_runs_dir(os.environ)), name).path.absolute())
 
     @classmethod
     def list(cls, *, runs_dir: Path | str | None = None) -> builtins.list[Run]:
         """List the runs of a directory, those of sweeps too, the newest first."""
-        return [cls(run.path.absolute()) for run in reversed(list_runs(_runs_dir(runs_dir)))]
+        return [cls(run.path.absolute()) for run in reversed(list_runs(Path(runs_dir or default_runs_dir(os.environ))))]
 
     def done(self) -> bool:
         """Return whether the run has ended, in whichever way."""
@@ -149,7 +150,7 @@ class Run:
         """
         from clusterddp.submission.submit import resume
 
-        resume(self._dir(), overrides=_words(overrides))
+        resume(self._dir(), overrides=to_words(overrides))
         return self
 
     def report(self, out: Path | str | None = None) -> Path:
@@ -367,7 +368,7 @@ def load_spec(
     named = hosts if isinstance(hosts, str) or hosts is None else ",".join(hosts)
     return load(
         _text_of(source),
-        _words(overrides),
+        to_words(overrides),
         profile=profile,
         environ=os.environ if environ is None else environ,
         flags={} if named is None else {"launcher": "ssh"},
@@ -397,14 +398,14 @@ def plan(
     from clusterddp.spec.load import ResolvedSpec
     from clusterddp.submission.submit import plan_ahead
 
-    words = _words(overrides)
+    words = to_words(overrides)
     place = Path.cwd() if working_dir is None else Path(working_dir)
-    request = Request(runs_dir=_runs_dir(runs_dir), working_dir=place, environ=os.environ)
+    request = Request(runs_dir=Path(runs_dir or default_runs_dir(os.environ)), working_dir=place, environ=os.environ)
     if callable(spec):
         from clusterddp.places.functions import environ_of_ranks, pickle_call
 
         call = pickle_call(spec, args, kwargs or {})
-        resolved = _spec_of_call(call, words, base=base, profile=profile, hosts=hosts)
+        resolved = spec_of_call(call, words, base=base, profile=profile, hosts=hosts)
         environ = environ_of_ranks(os.environ)
         return plan_ahead(resolved, dataclasses.replace(request, environ=environ, submission=call.data))
     if args or kwargs or base is not None:
@@ -470,177 +471,38 @@ def submit_sweep(
     from clusterddp.spec.sweep import load_sweep
 
     section = _yaml("sweep", {"values": dict(values), "throttle": parallel})
-    words = [*_words(overrides), f"sweep={section}"]
+    words = [*to_words(overrides), f"sweep={section}"]
     read = load_sweep(_text_of(spec), words, sweep=False, profile=profile, environ=os.environ)
-    return _submit_all(read, runs_dir=_runs_dir(runs_dir), environ=os.environ)
+    return start_sweep(read, runs_dir=Path(runs_dir or default_runs_dir(os.environ)), environ=os.environ)
 
 
-_OF_SUBMITIT = {
-    "folder": "runs_dir=...",
-    "cluster": 'launcher="slurm", "local" or "ssh"',
-    "timeout_min": 'resources={"time": "1:00:00"}',
-    "mem_gb": 'resources={"memory_gb": ...}',
-    "tasks_per_node": 'resources={"procs_per_node": ...}',
-    **{key: f'resources={{"{key}": ...}}' for key in ("nodes", "gpus_per_node", "cpus_per_task")},
-    "array_parallelism": "parallel=...",
-    "stderr_to_stdout": "Run.logs(), which has both",
-}
-"""What submitit's users know -> what it is here; `slurm_partition` and its like are in `slurm`."""
+def start_sweep(spec: SweepSpec, *, runs_dir: Path, environ: Mapping[str, str], name: str | None = None) -> list[Run]:
+    """Start the runs of a sweep. `name`: the only one that it may get.
 
-
-class Executor:
-    """Calls functions as runs, as `submitit.AutoExecutor` does: each call is a run, and each of its ranks calls.
-
-    `executor = Executor("slurm", resources={"gpus_per_node": 8}, slurm={"partition": "gpu"})`, then
-    `executor.submit(train, 0.1, epochs=3).result()`. See `clusterddp.submit` for what a function may be.
+    Raises: ClusterddpError: nothing was started.
     """
-
-    def __init__(
-        self,
-        launcher: str | None = None,
-        *,
-        name: str | None = None,
-        resources: Mapping[str, Any] | None = None,
-        slurm: Mapping[str, Any] | None = None,
-        base: Path | str | Mapping[str, Any] | None = None,
-        runs_dir: Path | str | None = None,
-        parallel: int | None = None,
-        profile: str | None = None,
-        hosts: Sequence[str] | str | None = None,
-        **keys: Any,
-    ) -> None:
-        """Keep what all calls share.
-
-        `name`, `resources`, `slurm` and any other key of a spec, such as `env={"A": "1"}`: as in its YAML. `base`: a
-        spec with the other keys. `parallel`: how many calls of a `map` or a `batch` may run at a time.
-        Raises: UsageError: a name is one of submitit's, with what it is here.
-        """
-        self._beside: dict[str, Any] = {"base": base, "profile": profile, "hosts": hosts}
-        if parallel is not None and parallel < 1:
-            raise UsageError(f"parallel is {parallel}, expected at least 1, or None")
-        self._parallel = parallel
-        self._runs_dir = None if runs_dir is None else Path(runs_dir).absolute()
-        self._keys: dict[str, Any] = {}
-        self._batch: list[tuple[Call, Run]] | None = None
-        self.update_parameters(launcher=launcher, name=name, resources=resources, slurm=slurm, **keys)
-
-    def __repr__(self) -> str:
-        keys = ", ".join(f"{key}={value!r}" for key, value in self._keys.items())
-        return f"Executor({keys})"
-
-    def update_parameters(self, **keys: Any) -> None:
-        """Change keys of the spec for the calls that follow; of a mapping only the keys that are named; None drops one.
-
-        Raises: UsageError: a name is one of submitit's, with what it is here; or a batch is open.
-        """
-        if self._batch:
-            raise UsageError("the calls of a batch share their parameters", hint="update them above the `with` block")
-        for key in keys:
-            option = key.removeprefix("slurm_")
-            new = _OF_SUBMITIT.get(key) or _OF_SUBMITIT.get(option)
-            if option != key and not new:
-                new = f'slurm={{"{option}": ...}}, with any of sbatch\'s options'
-            if new:
-                raise UsageError(f"{key} is submitit's name", hint=f"here it is {new}")
-        for key, value in keys.items():
-            old = self._keys.get(key)
-            self._keys[key] = {**old, **value} if isinstance(value, Mapping) and isinstance(old, Mapping) else value
-            if value is None:
-                del self._keys[key]
-
-    def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Run:
-        """Start the run of a call; in a `batch` it is started at the end of the block.
-
-        Raises: ClusterddpError: nothing was started.
-        """
-        if self._batch is None:
-            return submit(function, self._keys, args=args, kwargs=kwargs, runs_dir=self._runs_dir, **self._beside)
-        from clusterddp.places.functions import pickle_call
-
-        run = Run(self._sweep / f"{self._sweep.name}.{len(self._batch)}")
-        self._batch.append((pickle_call(function, args, kwargs), run))
-        return run
-
-    def map(self, function: Callable[..., Any], /, *iterables: Iterable[Any]) -> list[Run]:
-        """Start a run of `function(x, y, ...)` for the items of the iterables, which are equally long.
-
-        On Slurm they are the tasks of one job array; elsewhere a queue starts them, as many at a time as there are GPUs
-        for, without GPUs one, or `parallel`.
-        Raises: ClusterddpError: nothing was started.
-        """
-        lists = [list(iterable) for iterable in iterables]
-        if len({len(items) for items in lists}) > 1:
-            raise UsageError(f"map: the iterables have {' and '.join(str(len(items)) for items in lists)} items")
-        with contextlib.nullcontext() if self._batch is not None else self.batch():
-            return [self.submit(function, *args) for args in zip(*lists, strict=True)]
-
-    @contextlib.contextmanager
-    def batch(self) -> Iterator[None]:
-        """Start all calls that are submitted in the `with` block at its end, as `map` does; none after an exception."""
-        from clusterddp.planning.plan import choose_run_name
-
-        if self._batch is not None:
-            raise UsageError("a batch is open already")
-        runs_dir = (self._runs_dir or _runs_dir(None)).absolute()
-        self._sweep = runs_dir / choose_run_name(runs_dir)
-        batch: list[tuple[Call, Run]] = []
-        self._batch = batch
-        try:
-            yield
-        finally:
-            self._batch = None
-        if batch:
-            self._submit_batch(batch)
-
-    def _submit_batch(self, batch: Sequence[tuple[Call, Run]]) -> None:
-        from clusterddp.places.functions import environ_of_ranks
-        from clusterddp.spec.sweep import SweepSpec, Variant
-
-        calls, runs = zip(*batch, strict=True)
-        first = _spec_of_call(calls[0], _words(self._keys), **self._beside)
-        variants = []
-        for call in calls:
-            assert first.job.entry is not None
-            entry = first.job.entry.model_copy(update={"function": call.function})
-            resolved = dataclasses.replace(first, job=first.job.model_copy(update={"entry": entry}))
-            variants.append(Variant(values=call.values, resolved=resolved, submission=call.data))
-        keys = tuple(dict.fromkeys(key for call in calls for key in call.values))
-        spec = SweepSpec(keys=keys, variants=tuple(variants), throttle=self._parallel)
-        runs_dir, name = self._sweep.parent, self._sweep.name
-        submitted = _submit_all(spec, runs_dir=runs_dir, environ=environ_of_ranks(os.environ), name=name)
-        for run, now in zip(runs, submitted, strict=True):
-            object.__setattr__(run, "path", now.path)  # another submit may have taken the name meanwhile
-
-
-def _submit_all(spec: SweepSpec, *, runs_dir: Path, environ: Mapping[str, str], name: str | None = None) -> list[Run]:
     from clusterddp.submission.sweep_array import submit_sweep as carry_out
     from clusterddp.submission.sweep_plan import plan_sweep
 
     chosen = plan_sweep(spec, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, name=name)
     _warn(chosen.notes)
-    submitted = carry_out(chosen)
+    submitted = carry_out(chosen, renames=name is None)
     return [Run(submitted.run_dir / run) for run in submitted.runs]
 
 
 def _warn(notes: Iterable[str]) -> None:
     """Give the notes of a plan, which the command prints, as warnings at the caller's line."""
-    ours = {__file__, contextlib.__file__}
-    level = next((level for level, frame in enumerate(inspect.stack(0), 1) if frame.filename not in ours), 1)
+    ours = (f"{Path(__file__).parent}{os.sep}", contextlib.__file__)
+    level = next((level for level, frame in enumerate(inspect.stack(0), 1) if not frame.filename.startswith(ours)), 1)
     for note in notes:
         warnings.warn(note, stacklevel=level)
 
 
-def _spec_of_call(call: Call, words: Sequence[str], *, base: Any, **place: Any) -> ResolvedSpec:
+def spec_of_call(call: Call, words: Sequence[str], *, base: Any, **place: Any) -> ResolvedSpec:
     """Return the spec of a run that calls a function; `base` has its other settings."""
     source = {"name": call.name} if base is None else base
     changes = ["~train", "~entry", f"entry={_yaml('entry', {'function': call.function})}"]
     return load_spec(source, [*changes, *words], **place)
-
-
-def _runs_dir(named: Path | str | None) -> Path:
-    from clusterddp.spec.layers import default_runs_dir
-
-    return Path(named) if named else default_runs_dir(os.environ)
 
 
 def _text_of(spec: Path | str | Mapping[str, Any]) -> Path | str:
@@ -650,7 +512,7 @@ def _text_of(spec: Path | str | Mapping[str, Any]) -> Path | str:
     return spec_yaml({key: _plain(key, value) for key, value in spec.items()}) if isinstance(spec, Mapping) else spec
 
 
-def _words(overrides: Overrides) -> list[str]:
+def to_words(overrides: Overrides) -> list[str]:
     """Return overrides as KEY=VALUE."""
     if isinstance(overrides, Mapping):
         return [f"{key}={_yaml(key, value)}" for key, value in _leaves(overrides)]

@@ -38,9 +38,10 @@ _POLL_S = 0.5
 _Run = tuple[RunDir, RunRecord]
 
 
-def submit_sweep(plan: SweepPlan) -> Submitted:
+def submit_sweep(plan: SweepPlan, *, renames: bool = True) -> Submitted:
     """Make the directory of the sweep, then submit its job array or start its queue.
 
+    `renames`: it gets another name where another submit has taken its own meanwhile.
     Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
     stays.
     """
@@ -51,7 +52,9 @@ def submit_sweep(plan: SweepPlan) -> Submitted:
             ours = plan.job is not None and plan.job.directory is None
             make_sweep(plan, environ, variables_for(plan.base, environ) if ours else {})
             break
-        except FileExistsError:
+        except FileExistsError as error:
+            if not renames:
+                raise ClusterddpError(f"{plan.path}: another submit has just taken this name") from error
             plan = rename_sweep(plan)
     sweep = SweepDir(plan.path)
     if plan.job is None:
