@@ -15,8 +15,9 @@ ClusterddpError            1  our own error, or the machine's (disk full, direct
 
 from __future__ import annotations
 
+import copyreg
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 _MAX_OF_HOST = 2000
 """Characters of an error that a host sends, which may be any text."""
@@ -31,6 +32,10 @@ class ClusterddpError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickle without a call of `__init__`, whose arguments are not `args`: a process pool hands errors on."""
+        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
 
     def __str__(self) -> str:
         """Return message and hint: a traceback, and a log, show no other text."""
