@@ -57,7 +57,7 @@ class Place:
     def read_hosts(self) -> Override | None:
         """Read the hosts that the options name; None when they name none.
 
-        Raises: UsageError: two options name them, or the launcher takes no hosts. SpecError: a name or a line is wrong.
+        Raises: UsageError: two options name them, or the launcher takes no hosts. SpecError: the hostfile names none.
         """
         from clusterddp.spec.hosts import parse_hosts, read_hostfile
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
 
-from clusterddp.errors import UsageError
+from clusterddp.errors import SpecError, UsageError
 from clusterddp.ranks.environment import PLACE_VARIABLES
 from clusterddp.spec import tree
 from clusterddp.spec.fields import MAX_RANKS
@@ -120,7 +120,10 @@ def read_hosts(path: Path, findings: Findings) -> None:
 
     Raises: SpecError: with every line that is wrong.
     """
-    node = read_hostfile(path).node
+    read = read_hostfile(path)
+    node = read.node
+    if read.problems:
+        raise SpecError(read.problems)
     assert isinstance(node, tree.ListNode)
     hosts: list[str | dict[str, str | int]] = []
     for item in node.items:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import SerializerFunctionWrapHandler, field_validator, model_serializer
 
-from clusterddp.errors import ClusterddpError, Problem, SpecError, UsageError
+from clusterddp.errors import ClusterddpError, Problem, UsageError
 from clusterddp.network.hostlist import count, expand
 from clusterddp.spec import fields
 from clusterddp.spec.fields import FETCHABLE, MAX_HOSTS, MAX_RANKS, Conflict, Section, key, problem
@@ -33,6 +33,7 @@ from clusterddp.spec.tree import (
     read_bytes,
     read_stdin,
     show,
+    spec_error,
 )
 
 if TYPE_CHECKING:
@@ -283,8 +284,8 @@ _HINTS = {
 def read_hostfile(path: Path) -> Override:
     """Read a hostfile: one host or set of hosts a line, then `slots=N` or `gpus=N`; `#` begins a comment.
 
-    `-` is the standard input.
-    Raises: SpecError: with every line that is wrong.
+    `-` is the standard input. What is wrong in its lines is in `problems` of what is returned.
+    Raises: SpecError: it cannot be read, or names no host, or too many.
     """
     stdin = str(path) == "-"
     source = "<stdin>" if stdin else str(path)
@@ -297,13 +298,11 @@ def read_hostfile(path: Path) -> Override:
         node = _read_line(line, number, place, problems)
         hosts += [node] if node else []
         if len(hosts) > MAX_HOSTS:
-            problems.append(problem_at(hosts[-1].place, f"more than {MAX_HOSTS:,} hosts"))
-            break
-    if not hosts and not problems:
-        problems.append(problem_at(place, "names no host", "a line each: gpu01 slots=8"))
-    if problems:
-        raise SpecError(tuple(problems))
-    return Override(path=_PATH, node=ListNode(items=tuple(hosts), place=place), place=place)
+            raise spec_error(hosts[-1].place, f"more than {MAX_HOSTS:,} hosts")
+    if not hosts:
+        raise spec_error(place, "names no host", "a line each: gpu01 slots=8")
+    node = ListNode(items=tuple(hosts), place=place)
+    return Override(path=_PATH, node=node, place=place, problems=tuple(problems))
 
 
 def parse_hosts(text: str) -> Override:

@@ -76,6 +76,8 @@ class Override:
     path: tuple[str, ...]
     node: Node | None
     place: Place
+    problems: tuple[Problem, ...] = ()
+    """Of a hostfile: what is wrong in its lines."""
 
     def as_tree(self) -> Mapping:
         """Return a tree that holds only this value; for a reset, an empty scalar."""

@@ -167,6 +167,7 @@ def read_layers(
         layers = [site, of_profile, project] if profile is None else [site, project, of_profile]
         below = functools.reduce(merge, [layer for layer in layers if layer is not None], below)
     known = with_one_spelling(spec, problems, stored=whole)
+    problems += hosts.problems if hosts else ()
     arguments = _arguments(overrides, problems)
     laid_over = [*arguments, *from_options(flags or {}), *([hosts] if hosts else [])]
     of_entry = [one for one in laid_over if one.path[0] == "entry"]

@@ -221,6 +221,13 @@ def test_all_wrong_lines_of_a_hostfile_are_reported_at_once(hostfile: Path) -> N
     assert [found[0] for found in problems_of_file(hostfile, "a x\nb\nc y\n")] == [1, 3]
 
 
+def test_wrong_lines_of_a_hostfile_are_reported_with_the_problems_of_the_spec(hostfile: Path) -> None:
+    hostfile.write_text("a x\n")
+    with pytest.raises(SpecError) as raised:
+        load_spec(SSH + "nmae: y\n", environ={}, hosts=read_hostfile(hostfile))
+    assert [one.key or one.line for one in raised.value.problems] == ["nmae", 1]
+
+
 def test_slots_of_a_host_that_is_named_twice_do_not_add_up_and_the_sum_is_said(hostfile: Path) -> None:
     hint = "if 2 + 4 are meant, name it once with 6: each host is one node"
     assert problems_of_file(hostfile, "a slots=2\nb\na slots=4\n") == [(3, 1, "a is named twice", hint)]
