@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any, cast
 
 from clusterddp.cli.login import AT_LOGIN
 from clusterddp.errors import NonsenseError, PreflightError, SshError, UsageError
-from clusterddp.places.ssh.session import MARK, MAX_PREFACE_BYTES, NO_PACKAGE, package, ssh_argv
+from clusterddp.places.ssh.session import MARK, MAX_PREFACE_BYTES, NO_PACKAGE, greeting, package, ssh_argv
 from clusterddp.planning.program import absent_notes, plan_program, refuse_by_files
 from clusterddp.planning.ssh import SshNode, constant_command
 from clusterddp.run.code import SnapshotPlan, describe_commit
 from clusterddp.spec.layers import CONFIG_VARIABLE, PROJECT_VARIABLE, SITE_VARIABLE, config_path
 from clusterddp.system.archive import Archive
 from clusterddp.system.file_set import choose_files
-from clusterddp.system.own_directory import SAFE_DIRECTORIES
 from clusterddp.wire import build, read_object
 
 if TYPE_CHECKING:
@@ -225,11 +224,7 @@ class _Ssh:
 
     def begin(self, login: Login, order: Mapping[str, Any]) -> bool:
         """Send the boot and the order; return whether the package is there."""
-        lines = (login.python, login.venv, login.conda, " ".join(login.modules))
-        boot = package().boot
-        self._write("".join(f"{line or ''}\n" for line in lines).encode() + f"{len(boot)}\n".encode() + boot)
-        safe = os.environ.get(SAFE_DIRECTORIES, "")
-        self.send({"package": package().sha256, "root": login.dir, "safe": safe, "login": order}, [])
+        self._write(greeting(_node(login), login=order))
         return bool(self.read_answer({"have": bool})["have"])
 
     def send(self, message: Mapping[str, Any], chunks: Iterable[bytes]) -> None:

@@ -7,9 +7,7 @@ own, because its imports would slow the start of every rank.
 from __future__ import annotations
 
 import contextlib
-import faulthandler
 import os
-import resource
 import shutil
 import signal
 import subprocess
@@ -19,6 +17,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from clusterddp.run.stop import stop_requested
+from clusterddp.system.processes import end_by
 
 _POLL_S = 0.5
 
@@ -36,7 +35,7 @@ def run_command(argv: Sequence[str], entry: dict[str, Any]) -> NoReturn:
         raise SystemExit(f"entry.command: {argv[0]}: {error.strerror}") from error
     returncode = _wait(process, str(entry.get("stop_signal", "none")))
     if returncode < 0:
-        _end_by(-returncode)
+        end_by(-returncode)
     sys.exit(returncode)
 
 
@@ -61,14 +60,3 @@ def _refusal(program: str, entry: dict[str, Any]) -> str:
     if not Path(program).exists():
         return f"entry.command: {program}: no such file in {entry['working_dir']}"
     return f"entry.command: {program}: not executable (chmod +x {program}, or name its interpreter first)"
-
-
-def _end_by(number: int) -> NoReturn:
-    """End by a signal, without a core file of our own beside the command's."""
-    faulthandler.disable()
-    with contextlib.suppress(OSError, ValueError):
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler
-        signal.signal(number, signal.SIG_DFL)
-    os.kill(os.getpid(), number)
-    sys.exit(128 + number)

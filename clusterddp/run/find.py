@@ -6,21 +6,16 @@ import difflib
 import os
 import re
 from pathlib import Path
-from typing import TypedDict
+from typing import TypeVar
 
 from clusterddp.errors import ClusterddpError, RunNotFoundError, UsageError
 from clusterddp.run.directory import SWEEP_RECORD, RunDir, is_run_name
 from clusterddp.run.record import JobAnswer, read_run
 from clusterddp.run.seal import is_ours
-from clusterddp.system.files import is_file, read_record
+from clusterddp.system.files import is_file, read_json, read_record
+from clusterddp.wire import build
 
-
-class _Created(TypedDict):
-    created_ns: int
-
-
-class _Named(TypedDict):
-    name: str
+_T = TypeVar("_T")
 
 
 def list_runs(runs_dir: Path) -> list[RunDir]:
@@ -126,11 +121,7 @@ def runs_of_spec(runs: list[RunDir], name: str) -> list[RunDir]:
 
 
 def _spec_name(run: RunDir) -> str | None:
-    try:
-        found = read_record(_Named, run.record)
-    except (ClusterddpError, OSError):
-        return None
-    return found["name"] if found else None
+    return _read_value(run, "name", str)
 
 
 def _has_ended(run: RunDir) -> bool:
@@ -140,8 +131,11 @@ def _has_ended(run: RunDir) -> bool:
 
 def created_ns(run: RunDir) -> int:
     """Read when a run was made; a run with a damaged record counts as the oldest and does not hide the others."""
+    return _read_value(run, "created_ns", int) or 0
+
+
+def _read_value(run: RunDir, name: str, kind: type[_T]) -> _T | None:
     try:
-        found = read_record(_Created, run.record)
-    except (ClusterddpError, OSError):
-        return 0
-    return found["created_ns"] if found else 0
+        return build(kind, (read_json(run.record) or {}).get(name))
+    except (ClusterddpError, OSError, ValueError):
+        return None

@@ -36,6 +36,7 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.record import log_event
 from clusterddp.run.steps import next_round
 from clusterddp.system.files import MAX_RECORD_BYTES, open_log, read_regular, write_bytes, write_json
+from clusterddp.system.processes import end_by
 
 HOOK = Path(__file__).parents[2] / "node" / "hook"
 """In the PYTHONPATH of ranks: what lets the supervisor ask a rank's Python where it is."""
@@ -66,7 +67,7 @@ def main() -> int:
         code = task.serve()
     for number in PASSED_ON:  # at the first exit code that is not 0 the launcher signals the tasks that still exit
         signal.signal(number, signal.SIG_IGN)
-    return code if code >= 0 else _end_by(-code)
+    return code if code >= 0 else end_by(-code)
 
 
 class StepTask(Task):
@@ -333,18 +334,6 @@ def run_plainly(program: Sequence[str]) -> NoReturn:
     except OSError as error:
         sys.stderr.write(f"{program[0]}: {error.strerror}\n")
         os._exit(126 if isinstance(error, PermissionError) else 127)
-
-
-def _end_by(number: int) -> int:
-    """End by a signal, without a core; return the exit code for one that does not end this process."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    if number not in (signal.SIGKILL, signal.SIGSTOP):
-        signal.signal(number, signal.SIG_DFL)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {number})
-    os.kill(os.getpid(), number)
-    return 128 + number
 
 
 if __name__ == "__main__":

@@ -100,6 +100,15 @@ def package() -> Package:
     )
 
 
+def greeting(node: SshNode, **more: Any) -> bytes:
+    """Return what the constant command reads: what chooses the Python, the boot, and the boot's order, with `more`."""
+    with _packing:  # else every thread makes it
+        sent = package()
+    lines = (node.python, node.venv, node.conda, " ".join(node.modules), str(len(sent.boot)))
+    order = {"package": sent.sha256, "root": node.root, "safe": os.environ.get(SAFE_DIRECTORIES, ""), **more}
+    return "".join(f"{line or ''}\n" for line in lines).encode() + sent.boot + json.dumps(order).encode() + b"\n"
+
+
 def _carried() -> dict[Path, str]:
     """Return what a function from Python needs on a host that has not got it: path -> name in the archive.
 
@@ -251,23 +260,12 @@ class Session:
         from clusterddp.places.ssh.transport import execute
 
         self.channel = execute(self.transport, self.destination, constant_command())
-        with _packing:  # else every thread makes it
-            sent = package()
-        lines = (node.python, node.venv, node.conda, " ".join(node.modules))
-        order = {"package": sent.sha256, "root": node.root, "safe": os.environ.get(SAFE_DIRECTORIES, "")}
         with contextlib.suppress(SshError):  # when the shell has exited, the reason is on its stderr
-            self._send(
-                b"".join(f"{line or ''}\n".encode() for line in lines)
-                + f"{len(sent.boot)}\n".encode()
-                + sent.boot
-                + json.dumps(order).encode()
-                + b"\n",
-                BOOT_TIMEOUT_S,
-            )
+            self._send(greeting(node), BOOT_TIMEOUT_S)
         self.hello = self.read_marked(HELLO, BOOT_TIMEOUT_S)
         if not self.hello["have"]:
-            self._send_line({"size": len(sent.data)}, BOOT_TIMEOUT_S)
-            self._send(sent.data, BOOT_TIMEOUT_S)
+            self._send_line({"size": len(package().data)}, BOOT_TIMEOUT_S)
+            self._send(package().data, BOOT_TIMEOUT_S)
             self.read_marked({}, BOOT_TIMEOUT_S)
 
     def read_marked(self, keys: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
