@@ -173,10 +173,7 @@ def ranks_apart(tensors: Sequence[Tensor], group: Group) -> list[int]:
     own = torch.stack([tensor.detach().view(torch.int32).sum(dtype=torch.int64) for tensor in tensors]).cpu()
     first = own.clone()
     dist.broadcast(first, src=0, group=group.control)
-    differs = torch.zeros(group.world_size, dtype=torch.int32)
-    differs[group.rank] = not own.equal(first)
-    dist.all_reduce(differs, group=group.control)
-    return differs.nonzero().flatten().tolist()
+    return [rank for rank, differs in enumerate(group.gather(not own.equal(first))) if differs]
 
 
 @contextlib.contextmanager
@@ -210,17 +207,15 @@ def gather_on_first(value: _T, group: Group) -> list[_T] | None:
         return [value]
     buffer = io.BytesIO()
     torch.save(value, buffer)
-    sizes = torch.zeros(group.world_size, dtype=torch.int64)
-    sizes[group.rank] = buffer.tell()
-    dist.all_reduce(sizes, group=group.control)
-    longest = int(sizes.max())
+    sizes = group.gather(buffer.tell())
+    longest = max(sizes)
     own = torch.frombuffer(bytearray(buffer.getvalue().ljust(longest, b"\0")), dtype=torch.uint8)
     received = [bytearray(longest) for _ in sizes] if group.is_first else []
     slots = [torch.frombuffer(each, dtype=torch.uint8) for each in received]
     dist.gather(own, slots or None, dst=0, group=group.control)
     if not group.is_first:
         return None
-    pairs = zip(received, sizes.tolist(), strict=True)
+    pairs = zip(received, sizes, strict=True)
     # To the CPU: otherwise rank 0 opens the GPUs of all ranks.
     return [torch.load(io.BytesIO(data[:size]), map_location="cpu", weights_only=True) for data, size in pairs]
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +16,7 @@ def copy_to_host(tree: Any) -> Any:
     From a GPU each dtype travels in one transfer into pinned memory, and one synchronization waits for all of them. The
     copies share that memory: see `cut_apart`.
     """
-    tensors = [tensor.detach() for tensor in _leaves(tree)]
+    tensors = [leaf.detach() for _, leaf in leaves(tree) if isinstance(leaf, Tensor)]
     device = next((tensor.device for tensor in tensors if tensor.is_cuda), None)
     copies = [tensor if tensor.is_cuda else tensor.clone() for tensor in tensors]
     for dtype in dict.fromkeys(copy.dtype for copy in copies if copy.is_cuda):
@@ -29,7 +29,7 @@ def copy_to_host(tree: Any) -> Any:
     if device is not None:
         torch.cuda.synchronize(device)
     remaining = iter(copies)
-    return _mapped(tree, lambda tensor: next(remaining))
+    return map_leaves(tree, lambda _, leaf: next(remaining) if isinstance(leaf, Tensor) else leaf)
 
 
 def flatten(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
@@ -46,24 +46,26 @@ def flatten(tensors: Sequence[Tensor]) -> tuple[Tensor, list[Tensor]]:
 
 def cut_apart(tree: Any) -> Any:
     """Return `tree` with a copy of each tensor that shares memory: pickled, it would include all of that memory."""
-    return _mapped(
-        tree, lambda tensor: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-    )
+
+    def own(_: str, leaf: Any) -> Any:
+        shares = isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() != leaf.nbytes
+        return leaf.clone() if shares else leaf
+
+    return map_leaves(tree, own)
 
 
-def _mapped(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(tree, Tensor):
-        return change(tree)
-    if isinstance(tree, dict):
-        return {key: _mapped(value, change) for key, value in tree.items()}
+def leaves(tree: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the leaves of a state with their names, such as `state['model']['weight']`."""
+    found: list[tuple[str, Any]] = []
+    map_leaves(tree, lambda name, leaf: found.append((name, leaf)))
+    return iter(found)
+
+
+def map_leaves(tree: Any, change: Callable[[str, Any], Any], name: str = "state") -> Any:
+    """Return a copy of a state (of dicts, lists and tuples) with what `change` returns in place of each leaf."""
+    if isinstance(tree, Mapping):
+        return {key: map_leaves(value, change, f"{name}[{key!r}]") for key, value in tree.items()}
     if isinstance(tree, list | tuple):
-        return type(tree)(_mapped(value, change) for value in tree)
-    return tree
-
-
-def _leaves(tree: Any) -> Iterator[Tensor]:
-    if isinstance(tree, Tensor):
-        yield tree
-    elif isinstance(tree, dict | list | tuple):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _leaves(value)
+        kind = list if isinstance(tree, list) else tuple
+        return kind(map_leaves(value, change, f"{name}[{place}]") for place, value in enumerate(tree))
+    return change(name, tree)

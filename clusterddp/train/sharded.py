@@ -32,7 +32,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.system.storage import retry_outage
 from clusterddp.train.checkpoint import SHARDS, Shard, Store, decode, encode, shard_name, write_checkpoint, write_file
 from clusterddp.train.group import Group, broadcast_bytes, gather_on_first
-from clusterddp.train.host_copy import copy_to_host
+from clusterddp.train.host_copy import copy_to_host, leaves, map_leaves
 
 Offset = tuple[int, ...]
 Chunks = dict[tuple[str, Offset], Tensor]
@@ -47,7 +47,7 @@ def is_sharded(state: Any, group: Group) -> bool:
 
     Raises: ClusterddpError: the ranks have others.
     """
-    names = sorted(name for name, leaf in _leaves(state) if isinstance(leaf, DTensor))
+    names = sorted(name for name, leaf in leaves(state) if isinstance(leaf, DTensor))
     number = int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:7], "big") if names else 0
     numbers = group.gather(number)
     other = next((rank for rank, theirs in enumerate(numbers) if theirs != numbers[0]), None)
@@ -62,7 +62,7 @@ def is_sharded(state: Any, group: Group) -> bool:
 
 def split(state: Mapping[str, Any]) -> tuple[dict[str, Any], Chunks]:
     """Return a copy of a state with meta tensors in place of its DTensors, and this rank's chunks of these."""
-    tensors = {name: leaf for name, leaf in _leaves(state) if isinstance(leaf, DTensor)}
+    tensors = {name: leaf for name, leaf in leaves(state) if isinstance(leaf, DTensor)}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     planner.set_up_planner(tensors)
     items = planner.create_local_plan().items
@@ -131,9 +131,9 @@ def fill(
     Raises: ClusterddpError: `into` has no such tensors.
     """
     index = state.pop(SHARDS)
-    metas = {name: leaf for name, leaf in _leaves(state) if name in index}
-    leaves = dict(_leaves(into))
-    targets = {name: leaves[name] for name in metas if isinstance(leaves.get(name), Tensor)}
+    metas = {name: leaf for name, leaf in leaves(state) if name in index}
+    given = dict(leaves(into))
+    targets = {name: given[name] for name in metas if isinstance(given.get(name), Tensor)}
     wrong = next(
         (name for name, meta in metas.items() if getattr(targets.get(name), "shape", None) != meta.shape), None
     )
@@ -228,22 +228,6 @@ def _describe(meta: Tensor, rows: list[Row]) -> TensorStorageMetadata:
     return TensorStorageMetadata(TensorProperties(dtype=meta.dtype), meta.shape, chunks)
 
 
-def _leaves(tree: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the leaves of a state with their names, such as `state['model']['weight']`."""
-    found: list[tuple[str, Any]] = []
-    _walk(tree, "state", lambda name, leaf: found.append((name, leaf)))
-    return iter(found)
-
-
 def _replaced(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     """Return a copy of a state with these tensors in place of the leaves of their names."""
-    return _walk(tree, "state", tensors.get)
-
-
-def _walk(tree: Any, name: str, change: Callable[[str, Any], Any]) -> Any:
-    if isinstance(tree, Mapping):
-        return {key: _walk(value, f"{name}[{key!r}]", change) for key, value in tree.items()}
-    if isinstance(tree, list | tuple):
-        kind = list if isinstance(tree, list) else tuple
-        return kind(_walk(value, f"{name}[{place}]", change) for place, value in enumerate(tree))
-    return change(name, tree)
+    return map_leaves(tree, tensors.get)
