@@ -1,4 +1,4 @@
-"""Read JSON that another process wrote, over a socket, a pipe, an SSH channel or in a file, and check its types."""
+"""Values as JSON: written, and read, with a check of their types, from a socket, a pipe or another process's file."""
 
 from __future__ import annotations
 
@@ -9,15 +9,67 @@ import reprlib
 from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints, is_typeddict, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    TypeVar,
+    Union,
+    get_args,
+    get_origin,
+    get_type_hints,
+    is_typeddict,
+    overload,
+)
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _T = TypeVar("_T")
+UNWRITTEN = {"written": False}
+"""The metadata of a field that is not in the JSON of its dataclass."""
+_ATOMS = frozenset({int, str, float, bool, type(None)})
 _PLAIN: dict[Any, Any] = {float: (int, float), None: type(None)}
 _MAX_NUMBER = 2**63
 _MAX_DEPTH = 64
 """More than any message has, and far below Python's recursion limit."""
 _SHOWN = reprlib.Repr()
 _SHOWN.maxlevel, _SHOWN.maxstring, _SHOWN.maxother = 2, 60, 60
+
+
+class Written:
+    """A dataclass that is written as JSON; `build` reads it."""
+
+    __slots__ = ()
+
+    def to_json(self) -> dict[str, Any]:
+        """Return what `json` takes: dataclasses within it as objects, paths as text.
+
+        dataclasses.asdict copies every number, which is slow for the thousand plans of a sweep.
+        """
+        return {name: _to_json(getattr(self, name)) for name in _written_fields(type(self))}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> Self:
+        """Read what `to_json` wrote; see `build` for data that is none."""
+        return build(cls, data, cls.__name__.lower())
+
+
+@functools.cache
+def _written_fields(kind: Any) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind) if field.metadata.get("written", True))
+
+
+def _to_json(value: Any) -> Any:
+    if type(value) in _ATOMS:
+        return value
+    if isinstance(value, list | tuple):
+        return value if all(type(each) in _ATOMS for each in value) else [_to_json(each) for each in value]
+    if isinstance(value, dict):
+        return {key: _to_json(each) for key, each in value.items()}
+    if dataclasses.is_dataclass(value):
+        return {name: _to_json(getattr(value, name)) for name in _written_fields(type(value))}
+    return str(value) if isinstance(value, Path) else value
 
 
 def read_object(data: bytes | str) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from typing import Any
 from clusterddp.facts.checks import Check, Result, note, ok, red
 from clusterddp.facts.judge import LITTLE_LOCKED
 from clusterddp.system.units import format_bytes
-from clusterddp.wire import build, read_object
+from clusterddp.wire import Written, build, read_object
 
 MARK = "clusterddp-deep-check "
 ELSEWHERE = "failed on another rank"
@@ -161,7 +161,7 @@ PROBES: dict[str, Any] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class Finding(Written):
     """The result of one probe on one rank."""
 
     rank: int
@@ -174,9 +174,6 @@ class Finding:
 
     def to_line(self) -> str:
         return MARK + json.dumps(self.to_json())
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def read_findings(log: str) -> Iterable[Finding]:

@@ -17,7 +17,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from clusterddp.facts.memory import read_cpu_limit, read_memory_limit
 from clusterddp.facts.torch import Torch, ask_torch
@@ -25,6 +25,7 @@ from clusterddp.network.interface import Link, read_links, resolve
 from clusterddp.system.devices import read_driver, visible_gpus
 from clusterddp.system.exclusive import Method, probe_exclusive
 from clusterddp.system.storage import find_mount
+from clusterddp.wire import Written
 
 _SHM = "/dev/shm"  # noqa: S108 (it is looked at, not written to)
 _LOGIND = ("/usr/lib/systemd", "/usr/local/lib/systemd", "/run/systemd", "/etc/systemd")
@@ -74,7 +75,7 @@ class Logout:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Machine(Written):
     """The facts of a machine at one moment, as this process sees them."""
 
     host: str
@@ -106,9 +107,6 @@ class Machine:
     """None: not read, as a run there does not outlive a session."""
     data: Data | None = None
     """None: not read, or the run names no data."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def read_machine(directory: Path, environ: Mapping[str, str], *, brief: bool = False) -> Machine:

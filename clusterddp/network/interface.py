@@ -7,7 +7,6 @@ interfaces of another network namespace.
 from __future__ import annotations
 
 import array
-import dataclasses
 import fcntl
 import ipaddress
 import os
@@ -16,10 +15,10 @@ import socket
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.system.devices import loopback_interface
+from clusterddp.wire import Written
 
 _DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _GET_LINKS, _GET_ADDRESSES = 18, 22
@@ -148,7 +147,7 @@ class LinkAddress:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Link:
+class Link(Written):
     """A network interface, usable for a gang or not."""
 
     name: str
@@ -183,9 +182,6 @@ class Link:
     def assumed_mbit_per_s(self) -> int:
         """Its speed, or a default for its kind where the driver reports none."""
         return self.speed_mbit_per_s or (10_000 if self.infiniband else 1000)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def read_links() -> tuple[Link, ...]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import dataclasses
 import re
 from dataclasses import dataclass
-from typing import Any
+
+from clusterddp.wire import Written
 
 SOCKETS = "Socket"
 _NETWORK = re.compile(r"NCCL INFO Using network (.+?)\s*$", re.MULTILINE)
@@ -23,7 +24,7 @@ _MAX_LINE = 4_000
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Transport:
+class Transport(Written):
     """How NCCL sends from one rank, or from the ranks of a node."""
 
     network: str
@@ -34,9 +35,6 @@ class Transport:
     """Kinds of links to other ranks that were opened so far: NET/IB/GDRDMA, P2P/CUMEM, SHM/direct."""
     complaint: str = ""
     """The line of NCCL's log that explains why there is no InfiniBand."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def read_transport(log: str) -> Transport | None:

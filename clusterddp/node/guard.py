@@ -34,6 +34,7 @@ from clusterddp.run.record import RankEnd, read_ranks, write_rank
 from clusterddp.run.supervisors import SupervisorOrder
 from clusterddp.system.files import is_file
 from clusterddp.system.python import module_command
+from clusterddp.wire import Written
 
 OTHERS_END_S = 2.5
 """How long the other nodes' supervisors have to end their ranks after they lost the head, before the guard does."""
@@ -43,7 +44,7 @@ _MAX_RESPAWNS = 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
+class Facts(Written):
     """The facts of a node that its guard needs."""
 
     order: SupervisorOrder
@@ -53,10 +54,6 @@ class Facts:
     """True once ranks of the attempt were ordered to start."""
     restarts_left: bool = False
     """In a batch job: another start of it may begin another attempt."""
-
-    def to_json(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return fields | {"order": self.order.to_json()}
 
     @property
     def attempt_dir(self) -> AttemptDir:

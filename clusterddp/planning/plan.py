@@ -42,7 +42,7 @@ from clusterddp.spec.train import DEFINING
 from clusterddp.system.python import module_command
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.system.units import format_count
-from clusterddp.wire import build
+from clusterddp.wire import UNWRITTEN, Written
 
 if TYPE_CHECKING:
     from clusterddp.spec.fields import Duration
@@ -64,7 +64,7 @@ _PLACE = {"local": place_local, "slurm": slurm_place.place, "ssh": ssh_plan.plac
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(Written):
     """One submit, before it happens."""
 
     run: str
@@ -102,7 +102,7 @@ class Plan:
     """The hosts, for the ssh launcher."""
     hold: str | None = None
     """The hold in whose job the run is started, the name of a run beside it; its own name: it is a hold."""
-    submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False)
+    submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False, metadata=UNWRITTEN)
     """A function from Python with its arguments, pickled, whose name is the entry's target; or the text of a batch
     script. It is not in plan.json."""
 
@@ -153,22 +153,6 @@ class Plan:
         """The directories that links in the run's copy of the code lead to, which a container has to mount."""
         snapshot = self.snapshot if self.has_own_code else None
         return (snapshot["root"],) if snapshot and snapshot["ignored"] else ()
-
-    def to_json(self) -> dict[str, Any]:
-        data = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        del data["submission"]
-        return data | {
-            "runs_dir": str(self.runs_dir),
-            "working_dir": str(self.working_dir),
-            "gang": self.gang.to_json(),
-            "slurm": self.slurm.to_json() if self.slurm else None,
-            "ssh": self.ssh.to_json() if self.ssh else None,
-        }
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Plan:
-        """Rebuild a plan from the output of `to_json`; see `build` for data that is none."""
-        return build(cls, data, "plan")
 
 
 def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:

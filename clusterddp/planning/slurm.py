@@ -44,6 +44,7 @@ from clusterddp.spec.slurm_options import (
 from clusterddp.system.python import isolated_command, module_command
 from clusterddp.system.storage import check_shared
 from clusterddp.system.templates import read_template
+from clusterddp.wire import Written
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -286,7 +287,7 @@ SLURM_SUPERVISOR = "clusterddp.places.slurm.supervisor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SlurmPlan:
+class SlurmPlan(Written):
     """One job before its submit; sbatch gets exactly these values."""
 
     sbatch_options: dict[str, str | bool]
@@ -313,9 +314,6 @@ class SlurmPlan:
     """argv before the script and its arguments."""
     srun: tuple[str, ...] = ()
     """argv up to and including RUN_DIR; the attempt follows."""
-
-    def to_json(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
     @property
     def submit_options(self) -> dict[str, str | bool]:

@@ -14,7 +14,7 @@ from clusterddp.planning.placement import Placement, Request
 from clusterddp.run.gang import Node
 from clusterddp.run.node_marks import read_marks
 from clusterddp.system.templates import read_template
-from clusterddp.wire import build
+from clusterddp.wire import UNWRITTEN, Written
 
 if TYPE_CHECKING:
     from clusterddp.spec.hosts import Share
@@ -39,7 +39,7 @@ class SshNode:
     modules: tuple[str, ...] = ()
     host_key: str | None = None
     """The host key that it must present."""
-    root: str = "~/.clusterddp"
+    root: str = field(default="~/.clusterddp", metadata=UNWRITTEN)
     """The directory of all of clusterddp's files there; in a plan it is that of all hosts."""
 
     @property
@@ -63,7 +63,7 @@ class Send:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SshPlan:
+class SshPlan(Written):
     """The part of a run's plan about hosts over SSH."""
 
     hosts: tuple[SshNode, ...]
@@ -79,20 +79,6 @@ class SshPlan:
     def __post_init__(self) -> None:
         hosts = tuple(dataclasses.replace(node, root=self.root) for node in self.hosts)
         object.__setattr__(self, "hosts", hosts)
-
-    def to_json(self) -> dict[str, Any]:
-        data = dataclasses.asdict(self)
-        for node in data["hosts"]:
-            del node["root"]  # that of the plan
-        return data
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> SshPlan:
-        """Rebuild a plan from JSON.
-
-        Raises: ValueError: the data is no plan; see `build`.
-        """
-        return build(cls, data, "ssh")
 
 
 def constant_command() -> str:

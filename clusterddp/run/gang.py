@@ -28,7 +28,7 @@ from clusterddp.ranks.environment import (
 )
 from clusterddp.run.directory import STEPS
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
-from clusterddp.wire import build
+from clusterddp.wire import Written
 
 HangPolicy = Literal["report", "restart", "fail"]
 _MAX_SPAWNS = 4096
@@ -176,7 +176,7 @@ class Node:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Gang:
+class Gang(Written):
     """All ranks of one run, with its timeouts and limits."""
 
     run: str
@@ -341,17 +341,6 @@ class Gang:
                 variables[name] = Variable(value, "clusterddp: status shows the network that NCCL takes")
         return variables
 
-    def to_json(self) -> dict[str, Any]:
-        # dataclasses.asdict copies every number, which is slow for the thousand gangs of a sweep.
-        parts = {"entry": _fields(self.entry), "nodes": [_fields(node) for node in self.nodes]}
-        rest = {"notify": self.notify and _fields(self.notify), "python": _fields(self.python)}
-        return _fields(self) | parts | rest
-
-    @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Gang:
-        """Read a gang that `to_json` wrote."""
-        return build(cls, data, "gang")
-
     def __post_init__(self) -> None:
         """Raises: ValueError: there is no node, a rank is missing or there twice, or `spawns` does not fit them."""
         if not self.nodes:
@@ -362,7 +351,3 @@ class Gang:
         spawns = self.entry.spawns
         if spawns and (len(spawns) != len(self.nodes) or min(spawns) < 1 or max(spawns) > _MAX_SPAWNS):
             raise ValueError("gang.entry.spawns is not a number of ranks for each node")
-
-
-def _fields(value: Gang | Entry | Node | Notify | RankPython) -> dict[str, Any]:
-    return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}

@@ -7,20 +7,19 @@ report is folded by pure functions: who waits for whom, which ranks differ, and 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import Any, Literal
+from typing import Literal
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import read_record, read_regular, write_json
-from clusterddp.wire import build, read_object
+from clusterddp.wire import Written, build, read_object
 
 _ID = re.compile(r"[A-Za-z0-9-]{1,40}")
 _MAX_REQUEST_BYTES = 4096
@@ -112,7 +111,7 @@ class RankStack:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StackReport:
+class StackReport(Written):
     """Where the ranks of an attempt are at one moment."""
 
     id: str
@@ -123,9 +122,6 @@ class StackReport:
     ranks: tuple[RankStack, ...]
     missing: tuple[str, ...] = ()
     """The nodes that did not answer, in words."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def report_file(attempt: AttemptDir, report_id: str) -> Path:

@@ -10,7 +10,6 @@ for the orders of the other nodes; over SSH the other nodes send `{"joined": tru
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import select
 import subprocess
@@ -24,7 +23,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.system.files import open_log
 from clusterddp.system.python import module_command
-from clusterddp.wire import build, read_object
+from clusterddp.wire import Written, build, read_object
 
 SUPERVISOR_MODULE = "clusterddp.node.supervisor"
 SUPERVISOR_COMMAND = module_command(SUPERVISOR_MODULE)
@@ -52,7 +51,7 @@ class JobOrder:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SupervisorOrder:
+class SupervisorOrder(Written):
     """What a supervisor does; it receives this from the process that starts it."""
 
     run_dir: Path
@@ -76,11 +75,6 @@ class SupervisorOrder:
     tasks: int | None = None
     """The inherited socket that the node's tasks of the job connect to, which start the ranks; None: there are none."""
     job: JobOrder | None = None
-
-    def to_json(self) -> dict[str, Any]:
-        fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        job = dataclasses.asdict(self.job) if self.job else None
-        return fields | {"run_dir": str(self.run_dir), "gang": self.gang.to_json(), "job": job}
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SupervisorOrder:

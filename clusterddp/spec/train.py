@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.wire import Written
 
 if TYPE_CHECKING:
     from clusterddp.spec.fields import (
@@ -46,7 +47,7 @@ def key(default: Any, description: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainSpec:
+class TrainSpec(Written):
     """The built-in trainer: an image classifier, on a set by its name or on images of your own."""
 
     __pydantic_config__: ClassVar[dict[str, Any]] = {"extra": "forbid"}
@@ -177,9 +178,6 @@ class TrainSpec:
                 hint="submit the run again, or resume it with the version that submitted it",
             )
         return cls(**section)
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
     @property
     def checkpoint_interval_s(self) -> float | None:

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from clusterddp.network.nccl_log import SOCKETS
+from clusterddp.network.nccl_log import SOCKETS, Transport
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RunRecord, Start
 from clusterddp.system.files import is_file
@@ -33,15 +33,11 @@ _NOTICE = {"attempt": int, "what": str, "by": str}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class NodeTransport:
-    """How NCCL sends from the ranks of one node, as its log reports it; see `network.nccl_log.Transport`."""
+class NodeTransport(Transport):
+    """How NCCL sends from the ranks of one node, as its log reports it."""
 
     node_rank: int
     host: str
-    network: str
-    devices: tuple[str, ...]
-    links: tuple[str, ...]
-    complaint: str
 
 
 def _built(rows: Iterator[Row], form: Any) -> Iterator[tuple[Row, Any]]:

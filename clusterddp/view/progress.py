@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import math
 import re
 from collections.abc import Container
@@ -13,7 +12,7 @@ from typing import Any
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_start
 from clusterddp.system.files import read_last_jsonl, read_last_lines
-from clusterddp.wire import read_object
+from clusterddp.wire import Written, read_object
 
 TAIL_BYTES = 64 * 1024
 _ACCURACY = re.compile(r"(^|[/._ -])(acc|accuracy|acc@?1|top-?1)$")
@@ -28,7 +27,7 @@ _MAX_LOSSES = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Progress:
+class Progress(Written):
     """The progress of the newest attempt; None where its rows have no value."""
 
     epoch: int | None
@@ -50,9 +49,6 @@ class Progress:
     """The newest other values that a script has logged; `nan`, `inf` and `-inf` as text."""
     losses: tuple[float, ...] = ()
     """The newest losses of the attempt, oldest first; at most 32."""
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def read_progress(run: RunDir, *, tail_bytes: int = TAIL_BYTES) -> Progress | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import re
 from collections.abc import Collection
@@ -15,6 +14,7 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.rank_usage import RankUsage, UsageReport
 from clusterddp.run.record import RankRecord, Start, StartedPython, read_ranks
 from clusterddp.run.state import RunState, RunView
+from clusterddp.wire import Written
 
 _RECORD = re.compile(r"\d+\.json")
 RankState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "KILLED", "NOT_STARTED", "LOST", "UNKNOWN"]
@@ -25,7 +25,7 @@ recorded. UNKNOWN: the rank is on a machine that cannot be asked from here."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankStatus:
+class RankStatus(Written):
     """One rank of the attempt that `status` shows."""
 
     rank: int
@@ -54,10 +54,8 @@ class RankStatus:
     """Of a program that starts its ranks itself: their numbers. `rank` is then the program's, one on each node."""
 
     def to_json(self) -> dict[str, Any]:
-        values = {name: getattr(self, name) for name in RankStatus.__slots__ if name != "owns"}
-        values["usage"] = self.usage and dataclasses.asdict(self.usage)
-        values["python"] = self.python and dataclasses.asdict(self.python)
-        return values if self.owns is None else values | {"owns": list(self.owns)}
+        values = Written.to_json(self)
+        return values if self.owns is not None else {name: values[name] for name in values if name != "owns"}
 
 
 def count_started(attempt: AttemptDir) -> int:

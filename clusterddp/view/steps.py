@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import shlex
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from clusterddp.run.attempts import find_end
 from clusterddp.run.directory import RunDir
@@ -13,6 +13,7 @@ from clusterddp.run.gang import Gang
 from clusterddp.run.record import read_gang, read_start
 from clusterddp.run.state import RunView
 from clusterddp.run.steps import read_step, steps_with_ranks
+from clusterddp.wire import Written
 
 StepState = Literal["PENDING", "RUNNING", "COMPLETED", "FAILED", "CANCELLED", "LOST"]
 NO_STEPS = "no ranks were started by a command that clusterddp knows"
@@ -20,7 +21,7 @@ NO_STEPS = "no ranks were started by a command that clusterddp knows"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepStatus:
+class StepStatus(Written):
     """A command of a batch script that has started ranks."""
 
     step: str
@@ -40,9 +41,6 @@ class StepStatus:
     started: float | None
     """Seconds since the epoch."""
     ended: float | None
-
-    def to_json(self) -> dict[str, Any]:
-        return dataclasses.asdict(self)
 
 
 def read_steps(run: RunDir, view: RunView, token: str) -> tuple[StepStatus, ...]:
