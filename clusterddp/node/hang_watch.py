@@ -29,6 +29,7 @@ from clusterddp.node.rank_probe import PATIENCE_S, AskedRank, Probes, Question, 
 from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang, Node
 from clusterddp.run.log_times import LogTimesWriter
+from clusterddp.run.metrics import timed_steps
 from clusterddp.run.record import RankEnd
 from clusterddp.run.stacks import Folded, RankStack, StackReport, fold, take_request, unmoved_ranks, write_report
 from clusterddp.system.files import read_last_jsonl
@@ -258,11 +259,7 @@ class Silence:
 
 def limit_by_rows(rows: Iterable[Mapping[str, object]]) -> float:
     """Return 60 s, 20 median steps, or 3 usual distances of rows, whichever is longest."""
-    timed = [
-        (step, at)
-        for row in rows
-        if isinstance(step := row.get("step"), int) and isinstance(at := row.get("time"), int | float)
-    ]
+    timed = timed_steps(rows)
     pairs = [(after[0] - before[0], after[1] - before[1]) for before, after in itertools.pairwise(timed)]
     pairs = [(steps, seconds) for steps, seconds in pairs if steps > 0 and seconds > 0]
     if not pairs:

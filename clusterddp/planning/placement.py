@@ -46,7 +46,15 @@ class Placement:
 
     @classmethod
     def elsewhere(cls, job: JobSpec, nodes: tuple[Node, ...], *, gpus: bool, notes: tuple[str, ...]) -> Placement:
-        """Return the placement on machines whose cores and interfaces this one does not know."""
+        """Return the placement on machines whose cores and interfaces this one does not know.
+
+        Raises: PreflightError: the spec asks for nccl and for no GPUs.
+        """
+        if job.network.backend == "nccl" and not gpus:
+            raise PreflightError(
+                f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
+                hint="resources.gpus_per_node, or gpus of a host, asks for them; network.backend=auto takes gloo",
+            )
         return cls(
             nodes=nodes,
             threads_per_rank=job.resources.cpus_per_task or 1,

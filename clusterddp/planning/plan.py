@@ -345,7 +345,9 @@ def move_plan(plan: Plan, run_dir: Path, attempt: int = 0, *, home: str | None =
 
 
 def plan_on_hosts(plan: Plan) -> Plan:
-    """Return the plan of a run over SSH with its paths on the hosts, to be shown to the user."""
+    """Return the plan with its paths on the hosts, to be shown to the user; without SSH the plan as it is."""
+    if not plan.ssh:
+        return plan
     gang = move_plan(plan, Path(plan.dir_on_hosts), home="~").gang
     return dataclasses.replace(plan, gang=gang)
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import clusterddp
-from clusterddp.errors import PreflightError, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.planning.placement import Placement, Request
 from clusterddp.planning.prerequisites import data_notes, storage_notes
 from clusterddp.planning.processes import process_environment, travelling_variables
@@ -577,11 +577,6 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool, whole_nodes: bool) -> Plac
         )
         for node_rank in range(job.resources.nodes)
     )
-    if job.network.backend == "nccl" and not gpus:
-        raise PreflightError(
-            f"{job.name}: network.backend nccl needs GPUs, and the job asks Slurm for none",
-            hint="resources.gpus_per_node asks for them; network.backend=auto takes gloo on the CPU",
-        )
     notes = []
     if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
         notes.append("resources.gpus_per_node is not set: the job asks for no GPU, its ranks compute on the CPU")

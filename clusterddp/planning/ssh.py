@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from clusterddp.errors import PreflightError, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.planning.placement import Placement, Request
 from clusterddp.run.gang import Node
 from clusterddp.run.node_marks import read_marks
@@ -165,11 +165,6 @@ def place_nodes(job: JobSpec) -> Placement:
         nodes.append(Node(node_rank=node_rank, host=share.host.host, ranks=ranks))
         first += share.ranks
     gpus = any(share.gpus for share in shares)
-    if job.network.backend == "nccl" and not gpus:
-        raise PreflightError(
-            f"{job.name}: network.backend nccl needs GPUs, and none are asked for",
-            hint="resources.gpus_per_node or a host's gpus asks for them; network.backend=auto takes gloo on the CPU",
-        )
     return Placement.elsewhere(job, tuple(nodes), gpus=gpus, notes=tuple(_ssh_notes(job, unused_hosts(job), gpus=gpus)))
 
 

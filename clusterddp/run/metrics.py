@@ -6,7 +6,7 @@ And how far a rank is, which the supervisor of its node asks for.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +33,12 @@ class Reached:
 
 reached = Reached()
 """Known on every rank, outside of a run as well."""
+
+
+def timed_steps(rows: Iterable[Mapping[str, Any]]) -> list[tuple[int, float]]:
+    """Return the step and the time of each row that has both."""
+    pairs = ((row.get("step"), row.get("time")) for row in rows)
+    return [(step, at) for step, at in pairs if isinstance(step, int) and isinstance(at, int | float)]
 
 
 class MetricsFile:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from clusterddp.run.directory import RunDir
+from clusterddp.run.metrics import timed_steps
 from clusterddp.run.record import read_start
 from clusterddp.system.files import read_last_jsonl, read_last_lines
 from clusterddp.wire import Written, read_object
@@ -156,11 +157,7 @@ def _eta_s(rows: list[dict[str, Any]], step: float | None, steps: float | None) 
         return None
     if step >= steps:
         return 0.0
-    timed = [
-        (done, at)
-        for row in rows
-        if isinstance(done := row.get("step"), int) and isinstance(at := row.get("time"), int | float)
-    ]
+    timed = timed_steps(rows)
     if not timed:
         return None
     steps_done, seconds = timed[-1][0] - timed[0][0], timed[-1][1] - timed[0][1]

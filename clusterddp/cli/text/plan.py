@@ -54,10 +54,9 @@ def masked_plan(plan: Plan, verdict: Verdict | None = None) -> Any:
     `scheduler` is Slurm's answer to `sbatch --test-only`, for a plan for Slurm.
     """
     scheduler = {"scheduler": dataclasses.asdict(verdict)} if verdict else {}
-    if plan.ssh:
-        from clusterddp.planning.plan import plan_on_hosts
+    from clusterddp.planning.plan import plan_on_hosts
 
-        plan = plan_on_hosts(plan)
+    plan = plan_on_hosts(plan)
     return json.loads(json.dumps(plan.to_json() | scheduler).replace(plan.token, _MASK))
 
 
@@ -79,10 +78,9 @@ def verdict_lines(verdict: Verdict | None, *, verbose: bool, columns: int | None
 
 def plan_lines(plan: Plan, *, verbose: bool, columns: int | None = None) -> list[str]:
     """Write what a submit would do: on one screen, or with all values, variables, files and commands."""
-    if plan.ssh:
-        from clusterddp.planning.plan import plan_on_hosts
+    from clusterddp.planning.plan import plan_on_hosts
 
-        plan = plan_on_hosts(plan)
+    plan = plan_on_hosts(plan)
     more = "" if verbose else "; -v shows all of it"
     lines = [f"plan for {click.style(plan.name, bold=True)}  (nothing is started{more})", ""]
     is_script = plan.gang.entry.kind == "batch_script"

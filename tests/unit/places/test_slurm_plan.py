@@ -317,7 +317,7 @@ def test_a_job_without_gpus_says_so(tmp_path: Path) -> None:
 
 
 def test_nccl_without_gpus_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(PreflightError, match="nccl needs GPUs, and the job asks Slurm for none"):
+    with pytest.raises(PreflightError, match="nccl needs GPUs, and none are asked for"):
         plan(tmp_path, "network: {backend: nccl}", spec=CPU)
 
 
