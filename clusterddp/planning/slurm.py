@@ -497,15 +497,15 @@ def place(job: JobSpec, request: Request) -> Placement:
     Raises: UsageError, PreflightError: Slurm could not run the job, or not from this directory.
     """
     refuse_odd_path(request.runs_dir)
+    shared = check_shared(
+        request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
+    )
     if job.entry and job.entry.batch_script:
-        return _place_batch_script(job, Path(job.entry.batch_script), request)
+        return _place_batch_script(job, Path(job.entry.batch_script), request, shared)
     dependency, waiting = find_dependency(job.after, request.runs_dir)
     options = choose_options(job, request.environ, dependency)
     placement = plan_slurm_placement(job, gpus=options.gpus, whole_nodes=options.sbatch.get("exclusive") is True)
     placement = dataclasses.replace(placement, threads_per_rank=job.resources.cpus_per_task)
-    shared = check_shared(
-        request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
-    )
     if job.entry:
         check_shared(request.working_dir, "what ranks work in", "submit from a directory that all nodes share")
     data = data_notes(filled_in(job)["train"])
@@ -528,13 +528,10 @@ def place(job: JobSpec, request: Request) -> Placement:
 _WAIT_HINT = "clusterddp submit --wait waits; leave out #SBATCH --wait, and unset SBATCH_WAIT"
 
 
-def _place_batch_script(job: JobSpec, path: Path, request: Request) -> Placement:
+def _place_batch_script(job: JobSpec, path: Path, request: Request, shared: Sequence[str]) -> Placement:
     """Plan the job of a user's batch script: sbatch reads its options, and ranks are those of its steps."""
     assert job.entry is not None
     assert request.submission is not None
-    shared = check_shared(
-        request.runs_dir, "runs", "--runs DIR or CLUSTERDDP_RUNS names a directory that all nodes share"
-    )
     given = options_of(request.submission, job.slurm)
     options: Options = {name: value for name, value in job.slurm.items() if value is not False}
     if "wait" in given or "SBATCH_WAIT" in request.environ:

@@ -123,9 +123,7 @@ def _detaching(what_goes_on: str) -> Iterator[None]:
 def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser) -> str:
     launcher = launcher_named(record.launcher, inherited_environment())
     deadline = time.monotonic() + timeout_s
-    asked = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
-    if asked:
-        log_event(run, "cancel_requested")
+    asked = ask_to_end(run)
     will_answer = launcher.request_end(run, record, sync)
     with _detaching(f"{run.name} was asked to end, and does so without this command"):
         slurm = Slurm(inherited_environment(), max_age_s=_MAX_AGE_S)
@@ -142,6 +140,14 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
             hint=f"it ends as soon as its supervisors see {run.cancel_file}",
         )
     return _describe_end(view) if asked else f"was being cancelled already, {_describe_end(view)}"
+
+
+def ask_to_end(run: RunDir) -> bool:
+    """Write the file by which a run ends, now or after a requeue of its job; False: it was there already."""
+    is_new = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
+    if is_new:
+        log_event(run, "cancel_requested")
+    return is_new
 
 
 def _describe_end(view: RunView) -> str:

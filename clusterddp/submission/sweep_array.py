@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import os
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -17,18 +16,16 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import cancelled
 from clusterddp.run.directory import RunDir
 from clusterddp.run.job_tag import job_name
-from clusterddp.run.record import RunRecord, log_event, read_run
+from clusterddp.run.record import RunRecord, read_run
 from clusterddp.run.state import RunState, RunView, spell_states
 from clusterddp.run.steps import is_batch_script
 from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
-from clusterddp.submission.cancel import cancel
+from clusterddp.submission.cancel import ask_to_end, cancel
 from clusterddp.submission.submit import Submitted, check_start, record_end
 from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep
 from clusterddp.submission.sweep_queue import cancel_queued, submit_to_queue
 from clusterddp.system.directories import remove_directory
-from clusterddp.system.files import write_json
-from clusterddp.system.gpu_lease import user_name
 
 _ANSWER_S = 60.0
 """How long running tasks may take to end: Slurm's KillWait, 30 s by default, and 30 s more."""
@@ -97,7 +94,7 @@ def _cancel_array(sweep: SweepDir, record: SweepRecord, environ: Mapping[str, st
     # First, since the next task of the array may start as soon as another one ends.
     for run, _ in of_array:
         if run not in stopping:
-            _mark(run)
+            ask_to_end(run)
     _request_stops(stopping)
     assert record.job_tag is not None
     names = {job_name(record.name, record.job_tag), *(job.name for run, _ in of_array if (job := views[run].job))}
@@ -163,12 +160,6 @@ def _scancel(names: Iterable[str], record: SweepRecord, environ: Mapping[str, st
         except SlurmError as error:
             if error.transient:
                 raise
-
-
-def _mark(run: RunDir) -> None:
-    """Write the file that makes the job of the run end it, now or after a requeue."""
-    if write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True):
-        log_event(run, "cancel_requested")
 
 
 def _await_all(sweep: SweepDir, going: list[_Run], slurm: Slurm, timeout_s: float) -> str:

@@ -39,6 +39,7 @@ from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import RankEnd, RunRecord, log_event, read_run
 from clusterddp.run.seal import refuse_changed
 from clusterddp.run.steps import read_batch_script, read_step, steps_of
+from clusterddp.system.processes import end_by
 from clusterddp.system.storage import retry_outage
 
 _ANSWER_S = 5.0
@@ -66,8 +67,7 @@ def run_script(run: RunDir, start: JobStart, arguments: Sequence[str]) -> int:
     if close_attempt(attempt, end, record.token).is_first:
         log_event(run, "attempt_ended", attempt=attempt.number, outcome=end.outcome, reason=end.reason)
     if code < 0:
-        signal.signal(-code, signal.SIG_DFL) if -code not in (signal.SIGKILL, signal.SIGSTOP) else None
-        os.kill(os.getpid(), -code)
+        end_by(-code)
     return code
 
 
