@@ -486,7 +486,7 @@ def _python_of_ranks(job: JobSpec | None, runs_dir: Path, environ: Mapping[str, 
 
 
 def _job_request(job: JobSpec | None, environ: Mapping[str, str], python: str) -> JobRequest:
-    environment = process_environment("", environ)
+    environment = process_environment(environ)
     return JobRequest(
         num_nodes=job.resources.nodes if job else _NUM_NODES,
         gpus_per_node=(job.resources.gpus_per_node or 0) if job else 0,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
-from clusterddp.ranks.environment import COOKIE, PLACE_VARIABLES
+from clusterddp.ranks.environment import PLACE_VARIABLES
 from clusterddp.spec.secret_values import is_secret
 from clusterddp.system.own_directory import SAFE_DIRECTORIES
 from clusterddp.system.python import module_command
@@ -54,8 +54,8 @@ _OF_THIS_HOST = frozenset({"CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_
                            "XDG_SESSION_ID", "XDG_VTNR", "XDG_SEAT", "NVIDIA_VISIBLE_DEVICES"})  # fmt: skip
 
 
-def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment for one of a run's own processes.
+def process_environment(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment for one of a run's own processes, without a cookie.
 
     Variables of another launcher are removed: a submit from within a Slurm job or from a rank would give the ranks
     wrong values. A relative PYTHONPATH becomes absolute, because the processes start in another directory.
@@ -65,7 +65,7 @@ def process_environment(cookie: str, environ: Mapping[str, str]) -> dict[str, st
         for name, value in environ.items()
         if (not name.startswith(_FOREIGN_PREFIXES) and name not in PLACE_VARIABLES) or name == SAFE_DIRECTORIES
     }
-    return kept | python_path(environ) | {COOKIE: cookie}
+    return kept | python_path(environ)
 
 
 def python_path(environ: Mapping[str, str]) -> dict[str, str]:
@@ -86,11 +86,9 @@ def travelling_variables(environ: Mapping[str, str]) -> dict[str, str]:
     The ranks get a secret only if the spec names it. Variables about this host (its GPUs, its run-time directory) are
     left out.
     """
-    chosen = process_environment("", environ)
-    chosen.pop(COOKIE)
     return {
         name: value
-        for name, value in chosen.items()
+        for name, value in process_environment(environ).items()
         if (name in _TRAVELLING or name.upper() in _PROXIES or name.startswith(_TRAVELLING_PREFIXES))
         and name not in _OF_THIS_HOST
         and not is_secret(name, value)

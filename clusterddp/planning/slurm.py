@@ -425,7 +425,7 @@ def _without_binding(options: Mapping[str, str | bool], *, in_hold: bool) -> tup
 
 def _start_paths(environ: Mapping[str, str]) -> tuple[str, ...]:
     """Return PYTHONPATH and LD_LIBRARY_PATH for a job's empty environment, without empty values at the end."""
-    environment = process_environment("", environ)
+    environment = process_environment(environ)
     paths = [environment.get("PYTHONPATH", ""), environment.get("LD_LIBRARY_PATH", "")]
     while paths and not paths[-1]:
         paths.pop()

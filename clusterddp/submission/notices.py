@@ -15,7 +15,6 @@ from collections.abc import Mapping, Sequence
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.planning.processes import process_environment
-from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import SWEEP_RECORD, RunDir
 from clusterddp.run.gang import Notify
 from clusterddp.run.notices import (
@@ -92,8 +91,7 @@ def _send(
         sent.add("webhook")  # another shell of the user's may have the variable
     channels = [channel for channel in notify.channels if channel not in sent | open_]
     channels = [channel for channel in channels if claim(place, f"end-{about.attempt}-{channel}")]
-    environment = process_environment("", environ)
-    environment.pop(COOKIE)
+    environment = process_environment(environ)
     for process in [
         start_helper(HelperOrder(notify=notify, message=about, channel=each), environment) for each in channels
     ]:

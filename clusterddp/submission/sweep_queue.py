@@ -30,7 +30,7 @@ from clusterddp.places.state import read_state
 from clusterddp.planning.placement import GpusInUseError
 from clusterddp.planning.plan import read_plan
 from clusterddp.planning.processes import process_environment, queue_command
-from clusterddp.ranks.environment import COOKIE, inherited_environment
+from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import cancelled, claim, end_queued, end_run, final_end, read_end
 from clusterddp.run.cleanup import marking
 from clusterddp.run.directory import RunDir
@@ -191,9 +191,7 @@ def _start_queue(sweep: SweepDir, runs: list[RunDir], environ: Mapping[str, str]
     Raises: UsageError: a queue runs already. ClusterddpError: it did not start.
     """
     record = read_sweep(sweep)
-    environment = process_environment("", environ)
-    # Without a cookie and a mark: the cleanup after a run must not kill the queue.
-    environment.pop(COOKIE)
+    environment = process_environment(environ)  # without a cookie: the cleanup after a run must not kill the queue
     with _locked(sweep) as lock, open_log(sweep.queue_log) as log:
         sweep.cancel_file.unlink(missing_ok=True)
         starting = QueueRecord(process=ProcessIdentity.of(), is_starting=True)

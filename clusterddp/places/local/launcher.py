@@ -20,7 +20,7 @@ from clusterddp.places.local.task import BEGUN, GPUS_TAKEN
 from clusterddp.planning.placement import GpusInUseError, assign_gpus, place_here
 from clusterddp.planning.plan import move_plan, plan_json, read_plan
 from clusterddp.planning.processes import launcher_command, process_environment
-from clusterddp.ranks.environment import cookie
+from clusterddp.ranks.environment import COOKIE, cookie
 from clusterddp.run.cleanup import end_processes, end_run_here, find_processes, is_supervising, marking
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
@@ -48,7 +48,7 @@ class LocalLauncher(Launcher):
         process.
         """
         token = read_run(run).token
-        environment = process_environment(cookie(token, "task"), self._environ)
+        environment = process_environment(self._environ) | {COOKIE: cookie(token, "task")}
         try:
             answer = _start_task(run, attempt, environment)
             for _ in range(_TRIES):

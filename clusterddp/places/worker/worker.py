@@ -451,7 +451,7 @@ class NodeWorker(Worker):
             one_node=True,
             hold=self._lease.descriptors,
         )
-        supervisor = start_supervisor(order, process_environment("", self.environ), answers=order.is_head)
+        supervisor = start_supervisor(order, process_environment(self.environ), answers=order.is_head)
         return Carried(run, self.seat.number, supervisor, writes=made and self.seat.number > 0)
 
 

@@ -128,7 +128,7 @@ def test_processes_of_a_run_find_a_package_that_is_not_installed(tmp_path: Path)
     code = (
         "import sys; from clusterddp.planning.processes import process_environment;"
         "sys.path = [path for path in sys.path if 'site-packages' not in path];"
-        "print(process_environment('t.task', {'PYTHONPATH': 'x'})['PYTHONPATH'])"
+        "print(process_environment({'PYTHONPATH': 'x'})['PYTHONPATH'])"
     )
     answer = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     checkout = Path(clusterddp.__file__).parents[1]
