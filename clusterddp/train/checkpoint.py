@@ -66,11 +66,6 @@ class Manifest(Shard):
     shards: tuple[Shard, ...] = ()
     """By rank; empty: the whole state is in `file`."""
 
-    @property
-    def age(self) -> tuple[int, int]:
-        """Orders checkpoints: a later attempt's is newer, whatever its step."""
-        return self.attempt, self.step
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Store:

@@ -70,14 +70,12 @@ def slurm_environment(environ: Mapping[str, str], program: str = "") -> dict[str
     return kept | {"LC_ALL": "C"}
 
 
-def run_slurm(
-    argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S, stdin: str | None = None
-) -> str:
+def run_slurm(argv: Sequence[str], *, environ: Mapping[str, str], timeout_s: float = COMMAND_TIMEOUT_S) -> str:
     """Run one of Slurm's commands and return its standard output.
 
     Raises: SlurmError: the command failed; the message is Slurm's.
     """
-    return call_slurm(argv, environ=environ, timeout_s=timeout_s, stdin=stdin).stdout
+    return call_slurm(argv, environ=environ, timeout_s=timeout_s).stdout
 
 
 def call_slurm(
