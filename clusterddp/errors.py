@@ -15,7 +15,6 @@ ClusterddpError            1  our own error, or the machine's (disk full, direct
 
 from __future__ import annotations
 
-import copyreg
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,11 +34,15 @@ class ClusterddpError(Exception):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle without a call of `__init__`, whose arguments are not `args`: a process pool hands errors on."""
-        return copyreg.__newobj__, (type(self), *self.args), self.__dict__
+        return _unpickled, (type(self), self.args), self.__dict__
 
     def __str__(self) -> str:
         """Return message and hint: a traceback, and a log, show no other text."""
         return f"{self.message}; hint: {self.hint}" if self.hint else self.message
+
+
+def _unpickled(kind: type[ClusterddpError], args: tuple[Any, ...]) -> ClusterddpError:
+    return kind.__new__(kind, *args)
 
 
 class UsageError(ClusterddpError):

@@ -47,7 +47,8 @@ class Written:
 
         dataclasses.asdict copies every number, which is slow for the thousand plans of a sweep.
         """
-        return {name: _to_json(getattr(self, name)) for name in _written_fields(type(self))}
+        written: dict[str, Any] = _to_json(self)
+        return written
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> Self:
@@ -68,7 +69,8 @@ def _to_json(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: _to_json(each) for key, each in value.items()}
     if dataclasses.is_dataclass(value):
-        return {name: _to_json(getattr(value, name)) for name in _written_fields(type(value))}
+        kind: Any = type(value)
+        return {name: _to_json(getattr(value, name)) for name in _written_fields(kind)}
     return str(value) if isinstance(value, Path) else value
 
 
