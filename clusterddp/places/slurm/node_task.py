@@ -40,6 +40,8 @@ def main() -> int:
     except ClusterddpError as error:
         sys.stderr.write(f"clusterddp: {socket.gethostname()}: {error.message}\n")
         return 1
+    if order.gang.on_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the hold may have GPUs
     supervisor = start_deaf(order)
     for number in STOP_SIGNALS:
         signal.signal(number, lambda number, frame: supervisor.send_signal(number))

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from clusterddp.run.attempts import read_end
+from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
 from tests.support.slurm_person import SlurmPerson
@@ -51,6 +52,7 @@ if os.environ["CLUSTERDDP_ATTEMPT"] == "0" and os.environ["RANK"] == "3":
 time.sleep(1)
 """
 )
+FOREVER_AT_FIRST = SHOW + 'import time\nif os.environ["CLUSTERDDP_ATTEMPT"] == "0":\n    time.sleep(600)\n'
 FOREVER = SHOW + "import time\ntime.sleep(600)\n"
 
 
@@ -161,9 +163,9 @@ def test_a_hold_that_ends_stops_its_run_at_a_checkpoint_which_goes_on_in_a_job_o
 def test_the_time_of_a_hold_is_that_of_its_runs(rack: Rack):
     person = person_at(rack, "time", UNTIL_STOP)
     kept = hold(person, "--for", "1m")
-    run = submit_in(person, kept)
+    run = submit_in(person, kept, "restarts=1")  # in the hold no time is left for another attempt
     end = await_final_end(run, 100)
-    assert (end.outcome, "time limit" in end.reason) == ("STOPPED", True)
+    assert (end.outcome, "time limit" in end.reason, "its hold ends" in end.reason) == ("STOPPED", True, True)
     assert await_final_end(kept, 60).reason == "its time is over"
     wait_until(lambda: not jobs(person), 60)
 
@@ -184,6 +186,19 @@ def test_what_does_not_fit_is_refused_with_numbers(rack: Rack):
     person.clusterddp("cancel", kept.name)
 
 
+def test_the_ranks_see_the_gpus_of_the_hold_on_their_node(rack: Rack):
+    person = person_at(rack, "gpus", SHOW + 'print(os.environ["CUDA_VISIBLE_DEVICES"])\n')
+    gpus = ("device=auto", "resources.gpus_per_node=2")
+    kept = hold(person, *gpus)
+    runs = [submit_in(person, kept, *gpus, "--wait"), submit_in(person, kept, "--cpu", "--wait")]
+    lines = [run.attempt(0).stdout(3).read_text().splitlines()[1] for run in runs]
+    assert lines == ["0,1", ""]
+    more = ("device=auto", "resources.gpus_per_node=4", "resources.procs_per_node=2")
+    done = person.clusterddp("submit", "job.yaml", "--in", kept.name, *more, check=False)
+    assert "it needs 4 GPUs on a node, of 2" in done.stderr
+    person.clusterddp("cancel", kept.name)
+
+
 def test_a_rank_fails_and_the_run_starts_again_in_the_same_hold(rack: Rack):
     person = person_at(rack, "again", FAILS_AT_FIRST)
     kept = hold(person)
@@ -191,6 +206,21 @@ def test_a_rank_fails_and_the_run_starts_again_in_the_same_hold(rack: Rack):
     first = read_end(run.attempt(0))
     assert (first.root_cause.rank, first.root_cause.host, read_end(run.attempt(1)).outcome) == (3, "node2", "COMPLETED")
     assert person.status(kept)["state"] == "RUNNING"
+    person.clusterddp("cancel", kept.name)
+
+
+def test_a_killed_supervisor_ends_the_step_and_the_next_attempt_is_another_step(rack: Rack):
+    person = person_at(rack, "step", FOREVER_AT_FIRST)
+    kept = hold(person)
+    run = submit_in(person, kept, "restarts=1")
+    await_rank(run)
+    (supervisor,) = find_processes(f"{person.record(run).token}.s1")
+    os.kill(supervisor.pid, signal.SIGKILL)
+    assert await_final_end(run, 60).outcome == "COMPLETED"
+    first = read_end(run.attempt(0))
+    assert (first.outcome, first.needs_job, first.root_cause.host) == ("FAILED", True, "node2")
+    assert person.status(kept)["state"] == "RUNNING"
+    wait_until(lambda: person.status(kept)["held"] == [], 30)
     person.clusterddp("cancel", kept.name)
 
 
