@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from clusterddp.planning.processes import EXEC_MODULE
@@ -114,9 +114,10 @@ class Launcher:
         """
         raise NotImplementedError
 
-    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord, *, left_out: Collection[str] = ()) -> int:
         """End leftover processes or jobs of a run that has ended; return their number.
 
+        `left_out`: hosts that the next start leaves out, which may be away.
         Raises: ClusterddpError: one of them cannot be reached or ended.
         """
         raise NotImplementedError

@@ -38,7 +38,7 @@ from clusterddp.run.record import BY_HAND
 from clusterddp.run.seal import demand_sealed, refuse_changed, sealed
 from clusterddp.run.supervisors import SUPERVISOR_COMMAND
 from clusterddp.spec.slurm_options import read_gpu_request
-from clusterddp.spec.train import DEFINING
+from clusterddp.spec.train import DEFINING, TrainSpec
 from clusterddp.system.python import module_command
 from clusterddp.system.storage import HEARTBEAT_TIMEOUT_S, HOST_SILENCE_S
 from clusterddp.system.units import format_count
@@ -102,6 +102,8 @@ class Plan(Written):
     """The hosts, for the ssh launcher."""
     hold: str | None = None
     """The hold in whose job the run is started, the name of a run beside it; its own name: it is a hold."""
+    global_batch: int | None = None
+    """Images of a step of the built-in trainer as it was first planned, which other numbers of ranks keep."""
     submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False, metadata=UNWRITTEN)
     """A function from Python with its arguments, pickled, whose name is the entry's target; or the text of a batch
     script. It is not in plan.json."""
@@ -232,6 +234,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         commands=(),
         slurm=placed.slurm,
         ssh=placed.ssh,
+        global_batch=TrainSpec.from_json(spec["train"]).global_batch(gang.num_ranks) if spec.get("train") else None,
         submission=request.submission,
     )
     if plan.slurm:
@@ -471,12 +474,15 @@ _PYTHON = ("python", "venv", "conda", "setup", "container.image")
 def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapping[str, str]) -> Plan:
     """Return the plan of the same run with other values; its code stays the snapshot of the first submit.
 
-    `spec`: the run's own, as it was resolved.
+    `spec`: the run's own, as it was resolved. GPUs that are in use count as free: those of the run may be.
     Raises: SpecError: an override is wrong. UsageError: the run cannot go on with it. PreflightError: the machines do
     not fit.
     """
     from clusterddp.spec.load import flatten, load_spec
 
+    sizes = [word.lstrip("~").partition("=")[0] for word in overrides]
+    if "ssh.hosts" in sizes and "resources.nodes" not in sizes:
+        overrides = (*overrides, "~resources.nodes")  # one for each of these hosts
     resolved = load_spec(spec, overrides, environ=environ, whole=True)
     now, then = flatten(filled_in(resolved.job)), flatten(plan.spec)
     same_python = all(now.get(key) == then.get(key) for key in _PYTHON)
@@ -487,6 +493,7 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
         working_dir=plan.working_dir,
         environ=environ,
         parent=plan.parent,
+        queued=True,
         submission=submission,
         keeps_hosts=True,
         python=plan.gang.python if same_python else None,
@@ -515,4 +522,25 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
         code_dir=first.code_dir,
     )
     gang = dataclasses.replace(other.gang, token=plan.token, entry=entry)
-    return move_plan(dataclasses.replace(other, token=plan.token, gang=gang, snapshot=plan.snapshot), plan.run_dir)
+    other = dataclasses.replace(other, token=plan.token, gang=gang, snapshot=plan.snapshot)
+    return move_plan(with_batch_of(plan, other), plan.run_dir)
+
+
+def with_batch_of(plan: Plan, other: Plan) -> Plan:
+    """Return the next plan of the same run with the global batch of `plan`, and a note on what another size changes.
+
+    A spec with another batch_size or accumulate asks for another global batch.
+    """
+    before, ranks = plan.gang.num_ranks, other.gang.num_ranks
+    if not (plan.spec.get("train") and other.spec.get("train")):
+        told = ranks == before or other.gang.entry.kind == "batch_script"
+        world = f"WORLD_SIZE is {ranks} instead of {before}: the program decides what its batch and learning rate become"
+        return other if told else dataclasses.replace(other, notes=(world, *other.notes))
+    then, now = TrainSpec.from_json(plan.spec["train"]), TrainSpec.from_json(other.spec["train"])
+    planned = plan.global_batch or then.global_batch(before)
+    kept = (then.batch_size, then.accumulate) == (now.batch_size, now.accumulate)
+    now = now.fitted(ranks, planned) if kept else now
+    changed = (now.describe_batch(ranks, planned),) if ranks != before or not kept else ()
+    return dataclasses.replace(
+        other, global_batch=planned if kept else now.global_batch(ranks), notes=(*changed, *other.notes)
+    )

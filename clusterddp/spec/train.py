@@ -184,6 +184,40 @@ class TrainSpec(Written):
         """Seconds between checkpoints by time, infinite for none; None: by what they cost."""
         return None if self.checkpoint_minutes is None else 60 * self.checkpoint_minutes or math.inf
 
+    def global_batch(self, world_size: int) -> int:
+        """Return the images of one optimizer step over all ranks."""
+        return world_size * self.batch_size * self.accumulate
+
+    def fitted(self, world_size: int, global_batch: int) -> TrainSpec:
+        """Return the training with the `accumulate` by which these ranks keep `global_batch`, or come nearest to it."""
+        at_once = world_size * self.batch_size
+        return dataclasses.replace(self, accumulate=max(1, -((at_once - 2 * global_batch) // (2 * at_once))))
+
+    @property
+    def lr_grows(self) -> bool:
+        """Whether the learning rate grows with the global batch."""
+        return self.lr_scaling == "linear" or (self.lr_scaling == "auto" and self.optimizer != "adam")
+
+    def peak_lr(self, global_batch: int) -> float:
+        """Return the highest learning rate for steps of so many images. Source: Goyal et al. 2017."""
+        return self.lr * (global_batch / self.lr_batch if self.lr_grows else 1.0)
+
+    def describe_batch(self, world_size: int, was: int) -> str:
+        """Say what becomes of steps of `was` images when the training goes on with so many ranks."""
+        now = self.global_batch(world_size)
+        ranks = f"{world_size} rank{'' if world_size == 1 else 's'} x batch_size {self.batch_size}"
+        size = f"{ranks} x accumulate {self.accumulate}: a step"
+        by_ranks = self.comm.startswith("local:") and self.lr_grows and self.lr_scaling == "auto"
+        also = f"; with comm {self.comm} the learning rate depends on the number of ranks, too" if by_ranks else ""
+        if now == was:
+            return f"{size} still has {now:,} images, so steps, learning rate and samples stay{also}"
+        before, after = f"{self.peak_lr(was):.3g}", f"{self.peak_lr(now):.3g}"
+        rate = f"stays {after}" if after == before else f"goes from {before} to {after}"
+        return (
+            f"{size} has {now:,} images instead of {was:,}, so {was / now:.2f} times as many steps are left, and the "
+            f"peak learning rate {rate}{also}"
+        )
+
 
 FOLDER = "folder"
 GENERATED = ("shapes", "random")

@@ -116,10 +116,12 @@ def resume(
             hint = f"clusterddp resume {run.name} {first.key}=VALUE goes on with another value"
             hint += f"; {first.hint}" if first.hint else ""
             raise UsageError(f"{run.name}: {first.key}: {first.message}", hint=hint) from error
-    launcher_named(record.launcher, environ).clear_away(
-        run, record
-    )  # first: leftover processes may hold the run's GPUs
-    plan = plan_again(run, environ, overrides, hold=hold)
+    plan = read_plan(run)
+    changed = _changed_plan(plan, run, overrides, environ, report)
+    left_out = _hosts_of(plan) - _hosts_of(changed)
+    # First: leftover processes may hold the run's GPUs.
+    launcher_named(record.launcher, environ).clear_away(run, record, left_out=left_out)
+    plan = plan_again(run, environ, changed, hold=hold)
     check_start(plan, environ)
     number = open_attempt(run, view)
     log_event(run, "resumed", attempt=number, **({"overrides": list(overrides)} if overrides else {}))
@@ -199,23 +201,41 @@ def wait(
         interval = min(1.0, interval * 1.2)
 
 
-def plan_again(
-    run: RunDir, environ: Mapping[str, str], overrides: Sequence[str] = (), *, hold: RunDir | None = None
+def _changed_plan(
+    plan: Plan, run: RunDir, overrides: Sequence[str], environ: Mapping[str, str], report: Report
 ) -> Plan:
-    """Renew what depends on the machine, the path of the run directory, `overrides` and `hold`; write the plan.
+    """Return the plan with other values, and report what that changes besides.
 
-    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use. UsageError: the
-    run cannot go on with these values. SpecError: an override is wrong.
+    Raises: UsageError: the run cannot go on with these values. SpecError: an override is wrong.
     """
-    plan = changed = read_plan(run)
-    if overrides:
-        from clusterddp.planning.plan import plan_changed
+    if not overrides:
+        return plan
+    from clusterddp.planning.plan import plan_changed
 
-        changed = plan_changed(plan, run.spec, overrides, environ)
+    changed = plan_changed(plan, run.spec, overrides, environ)
+    for note in changed.notes:
+        if note not in plan.notes:
+            report(f"note: {note}")
+    return changed
+
+
+def _hosts_of(plan: Plan) -> set[str]:
+    return {node.host for node in plan.gang.nodes} if plan.ssh else set()
+
+
+def plan_again(
+    run: RunDir, environ: Mapping[str, str], changed: Plan | None = None, *, hold: RunDir | None = None
+) -> Plan:
+    """Renew what depends on the machine, the path of the run directory and `hold`; write the plan.
+
+    `changed`: the plan with other values.
+    Raises: GpusInUseError, PreflightError: the machine lacks GPUs for the plan, or they are in use.
+    """
+    plan = read_plan(run)
     starter = starter_named(plan.launcher, environ, run=run.name)
-    renewed = move_plan(starter.renew(changed), run.path)
+    renewed = move_plan(starter.renew(changed or plan), run.path)
     renewed = with_own_job(renewed) if hold is None else in_hold(renewed, hold)
-    if overrides:
+    if renewed.spec_text != plan.spec_text:
         write_text(run.spec, renewed.spec_text)
     if renewed != plan:
         write_json(run.plan, plan_json(renewed))

@@ -65,8 +65,15 @@ def prepare(
     reporter: Reporter,
     slot: ComputeSlot | None = None,
     stop_requested: Callable[[], bool] = lambda: False,
+    global_batch: int | None = None,
 ) -> Setting:
-    """Settle everything about a training before it begins."""
+    """Settle everything about a training before it begins.
+
+    `global_batch`: the images of a step as the plan has them; None: as these ranks make them.
+    """
+    if global_batch is not None and global_batch != spec.global_batch(group.world_size):
+        spec = spec.fitted(group.world_size, global_batch)
+        reporter.log(spec.describe_batch(group.world_size, global_batch))
     schedule = plan_schedule(spec, num_samples=len(dataset.train_labels), world_size=group.world_size)
     writer, timer = Writer(store), Timer(spec.checkpoint_interval_s)
     return Setting(
@@ -211,7 +218,7 @@ def log_setup(state: TrainState, setting: Setting) -> None:
     ranks = "1 rank" if group.world_size == 1 else f"{group.world_size} ranks"
     setting.reporter.log(
         f"{spec.model} on {dataset.label}: {ranks} on {group.device.type}, {state.precision}, "
-        f"{schedule.total_steps:,} steps of {schedule.global_batch:,} samples, "
+        f"{state.steps_left(schedule):,} steps of {schedule.global_batch:,} samples, "
         f"peak lr {schedule.peak(own_gradient=state.exchange.own_gradient):.3g}"
     )
     if setting.slot.description:
@@ -256,4 +263,4 @@ def _resume(state: TrainState, saved: dict[str, Any], setting: Setting) -> None:
         log(f"what {saved['comm']} kept between steps is of no use to {state.exchange.label} and is dropped")
     if saved["world_size"] != group.world_size:
         log(f"{saved['world_size']} ranks have become {group.world_size}: each starts from the mean of what they kept")
-    log(f"resumed from {state.resumed_from}: step {state.step} of {schedule.total_steps}")
+    log(f"resumed from {state.resumed_from}: step {state.step} of {state.step + state.steps_left(schedule)}")

@@ -303,8 +303,8 @@ def _take_steps(state: TrainState, setting: Setting, at_least: int) -> tuple[flo
     synchronize(setting.group.device)
     began = time.perf_counter()
     while state.step < first + at_least:
-        if state.step_in_epoch == setting.schedule.steps_per_epoch:
-            state.epoch, state.step_in_epoch = state.epoch + 1, 0
+        if not setting.schedule.left_in_epoch(state.samples_in_epoch):
+            state.epoch, state.samples_in_epoch = state.epoch + 1, 0
         train_epoch(state, setting, lambda: None)
     setting.agreement.settle()
     synchronize(setting.group.device)

@@ -17,7 +17,7 @@ from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
 from clusterddp.train.forward import autocast, mark_step
 from clusterddp.train.group import max_over_ranks, ranks_apart
-from clusterddp.train.optim import optimizer_tensors, set_learning_rate
+from clusterddp.train.optim import Schedule, optimizer_tensors, set_learning_rate
 from clusterddp.train.report.figures import Window
 from clusterddp.train.state import TrainState, gather_state
 
@@ -57,7 +57,7 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
         device=setting.group.device,
     )
     window = Window(min(spec.log_every, schedule.steps_per_epoch), setting.group.device)
-    while state.step_in_epoch < schedule.steps_per_epoch and state.step < schedule.total_steps:
+    while not state.epoch_ends(schedule):
         if setting.agreement.agreed():
             break
         if setting.agreement.saving:
@@ -65,8 +65,7 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
                 report(window, state, setting)
             save(state, setting)
             window.reset()
-        rate = schedule.learning_rate(state.step, own_gradient=state.exchange.own_gradient)
-        set_learning_rate(state.optimizer, rate)
+        set_learning_rate(state.optimizer, rate_of(state, schedule))
         train_step(state, setting, order, transforms, window)
         after_step()
         setting.writer.raise_failure()
@@ -74,9 +73,15 @@ def train_epoch(state: TrainState, setting: Setting, after_step: Callable[[], No
             report(window, state, setting)
     if window.steps:
         report(window, state, setting)
-    if state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps:
+    if state.epoch_ends(schedule):
         synchronise_ranks(state, setting)
     return not setting.agreement.stopping
+
+
+def rate_of(state: TrainState, schedule: Schedule, *, before: int = 0) -> float:
+    """Return the learning rate of the next step, or of the step `before` it."""
+    step = schedule.total_steps - state.steps_left(schedule) - before
+    return schedule.learning_rate(step, own_gradient=state.exchange.own_gradient)
 
 
 def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: Transforms, window: Window) -> None:
@@ -89,7 +94,7 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: T
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
         record("load_begin")
-        indices = take(order, state.step_in_epoch, accumulate=spec.accumulate, micro=micro)
+        indices = take(order, state.samples_in_epoch, micro=micro)
         images = data.train_images[indices]
         images = augment(
             images, indices, transforms, mean=data.mean, std=data.std, channels_last=True, size=data.image_size
@@ -107,11 +112,10 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: T
     state.optimizer.step()
     window.steps += 1
     state.step += 1
-    state.step_in_epoch += 1
+    state.samples_in_epoch += schedule.global_batch
     state.samples += schedule.global_batch
     record("wait_begin")
-    epoch_ends = state.step_in_epoch == schedule.steps_per_epoch or state.step == schedule.total_steps
-    state.exchange.after_step(state.step, epoch_ends=epoch_ends)
+    state.exchange.after_step(state.step, epoch_ends=state.epoch_ends(schedule))
     record("wait_end")
     if state.ema is not None:
         state.ema.update(step=state.step)
@@ -146,17 +150,19 @@ def report(window: Window, state: TrainState, setting: Setting) -> None:
     state.train_seconds += found.seconds
     state.totals.add(found.totals)
     samples = window.steps * schedule.global_batch
+    left = state.steps_left(schedule)
     setting.reporter.train(
         schedule,
         epoch=state.epoch + 1,
         step=state.step,
-        step_in_epoch=state.step_in_epoch,
+        steps_total=state.step + left,
+        step_in_epoch=schedule.steps_per_epoch - schedule.left_in_epoch(state.samples_in_epoch),
         loss=found.loss,
         accuracy=found.hits / samples,
-        lr=schedule.learning_rate(state.step - 1, own_gradient=state.exchange.own_gradient),
+        lr=rate_of(state, schedule, before=1),
         figures=state.figures(found.totals, samples / found.seconds),
         train_seconds=state.train_seconds,
-        eta_s=(schedule.total_steps - state.step) * found.seconds / window.steps,
+        eta_s=left * found.seconds / window.steps,
     )
     window.reset()
 
@@ -164,7 +170,8 @@ def report(window: Window, state: TrainState, setting: Setting) -> None:
 def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     """Evaluate after every `eval_every` epochs and at the end; False when all ranks agreed to stop meanwhile."""
     schedule = setting.schedule
-    is_last = state.step >= schedule.total_steps
+    left = state.steps_left(schedule)
+    is_last = not left
     if not is_last and (state.epoch + 1) % setting.spec.eval_every:
         return True
     began = time.perf_counter()
@@ -191,7 +198,9 @@ def evaluate_if_due(state: TrainState, setting: Setting) -> bool:
     state.totals.reach(result.accuracy, state.train_seconds)
     state.best_accuracy = max(state.best_accuracy, result.accuracy)
     epoch = min(state.epoch + 1, schedule.epochs)
-    setting.reporter.evaluation(result, schedule, epoch=epoch, train_seconds=state.train_seconds)
+    setting.reporter.evaluation(
+        result, schedule, epoch=epoch, steps_total=state.step + left, train_seconds=state.train_seconds
+    )
     return True
 
 
@@ -200,9 +209,9 @@ def end_epoch(state: TrainState, setting: Setting) -> None:
 
     While rank 0 still writes the one before, it is put off, to a step of the next epoch: a slow disk slows no step.
     """
-    if state.step_in_epoch == setting.schedule.steps_per_epoch:
-        state.epoch, state.step_in_epoch = state.epoch + 1, 0
-    is_last = state.step >= setting.schedule.total_steps
+    if not setting.schedule.left_in_epoch(state.samples_in_epoch):
+        state.epoch, state.samples_in_epoch = state.epoch + 1, 0
+    is_last = not state.steps_left(setting.schedule)
     if not is_last and state.epoch % setting.spec.checkpoint_every:
         return
     setting.timer.is_owed = not is_last and max_over_ranks(setting.writer.is_busy, setting.group) > 0

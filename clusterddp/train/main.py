@@ -61,11 +61,13 @@ def main(environ: Mapping[str, str]) -> None:
             reporter=reporter,
             slot=slot,
             stop_requested=looking_at(assignment.stop_file),
+            # Rank 0's: hosts without shared storage may have plans of their own.
+            global_batch=group.gather(plan.get("global_batch") or 0)[0] or None,
         )
         state = train(setting, after_step=partial(start_up.after_step, reporter, group))
         if not state.finished(setting.schedule):
             if group.is_first:
-                step, total = state.step, setting.schedule.total_steps
+                step, total = state.step, state.step + state.steps_left(setting.schedule)
                 why = confirm_stop(assignment, {"epoch": state.epoch, "step": step, "samples": state.samples})
                 reporter.log(f"stopped at step {step} of {total}, checkpoint written: {why}")
         else:

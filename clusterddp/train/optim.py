@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.spec.train import TrainSpec
-from clusterddp.train.data.dataset import steps_per_epoch
 
 _ONECYCLE_START = 1 / 25  # the first rate as a share of the peak. Source: torch.optim.lr_scheduler.OneCycleLR
 _POLYNOMIAL = (3.4445, -4.7750, 2.0315)
@@ -29,8 +29,8 @@ class Schedule:
     """
 
     epochs: int
-    steps_per_epoch: int
-    total_steps: int
+    num_samples: int
+    """Images of an epoch; the last ones, fewer than a step has, are left out."""
     global_batch: int
     """Samples of one optimizer step over all ranks."""
     peak_lr: float
@@ -40,9 +40,35 @@ class Schedule:
     shape: str
     own_gradient_share: float = 1.0
     """The share of the rate for ranks that step with their own batch's gradient (`Exchange.own_gradient`)."""
+    max_steps: int | None = None
+
+    @property
+    def steps_per_epoch(self) -> int:
+        return self.num_samples // self.global_batch
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of a run that takes all of them with this global batch."""
+        return self.left(0, 0, 0)
+
+    def left_in_epoch(self, samples: int) -> int:
+        """Return the steps that are left of an epoch in which so many images have been seen."""
+        return (self.num_samples - samples) // self.global_batch
+
+    def left(self, epoch: int, samples: int, step: int) -> int:
+        """Return the steps that are left after `epoch` epochs, `samples` images of the next, and `step` steps in all.
+
+        The steps behind may have had another global batch.
+        """
+        left = self.left_in_epoch(samples) + (self.epochs - epoch - 1) * self.steps_per_epoch
+        return max(0, left if self.max_steps is None else min(left, self.max_steps - step))
 
     def learning_rate(self, step: int, *, own_gradient: bool = False) -> float:
-        """Return the rate of optimizer step `step` (0..total_steps-1), taken in the step's middle, so never 0."""
+        """Return the rate of optimizer step `step` (0..total_steps-1), taken in the step's middle, so never 0.
+
+        A run whose global batch has changed counts from the end: the step that has `left` - 1 after it is step
+        total_steps - `left`.
+        """
         return self.peak(own_gradient=own_gradient) * self._height(step)
 
     def peak(self, *, own_gradient: bool = False) -> float:
@@ -64,25 +90,28 @@ class Schedule:
 
 
 def plan_schedule(spec: TrainSpec, *, num_samples: int, world_size: int) -> Schedule:
-    """Count the steps of the run and scale its learning rate with the global batch (Goyal et al. 2017), if asked to.
+    """Count the steps of the run and scale its learning rate with the global batch, if asked to.
 
     A rank that steps with its own batch only has the gradient's noise in full, where the mean over N ranks has it
     1 / sqrt(N) as large. Unless the spec settles the scaling itself it takes that share of the rate: then the noise
     moves it no further in a step. Source: docs/benchmarks.md, "The same loss?".
     """
-    global_batch = world_size * spec.batch_size * spec.accumulate
-    grows = spec.lr_scaling == "linear" or (spec.lr_scaling == "auto" and spec.optimizer != "adam")
-    per_epoch = steps_per_epoch(num_samples, world=world_size, batch_size=spec.batch_size, accumulate=spec.accumulate)
-    total_steps = spec.epochs * per_epoch
+    global_batch = spec.global_batch(world_size)
+    if num_samples < global_batch:
+        raise ClusterddpError(
+            f"a global batch of {global_batch:,} ({world_size} ranks x batch {spec.batch_size} x accumulate "
+            f"{spec.accumulate}) is more than the {num_samples:,} train images",
+            hint="lower train.batch_size or train.accumulate, or raise train.samples",
+        )
     return Schedule(
         epochs=spec.epochs,
-        steps_per_epoch=per_epoch,
-        total_steps=total_steps if spec.max_steps is None else min(total_steps, spec.max_steps),
+        num_samples=num_samples,
         global_batch=global_batch,
-        peak_lr=spec.lr * (global_batch / spec.lr_batch if grows else 1.0),
+        peak_lr=spec.peak_lr(global_batch),
         warmup=spec.warmup,
         shape=spec.schedule,
-        own_gradient_share=world_size**-0.5 if grows and spec.lr_scaling == "auto" else 1.0,
+        own_gradient_share=world_size**-0.5 if spec.lr_grows and spec.lr_scaling == "auto" else 1.0,
+        max_steps=spec.max_steps,
     )
 
 

@@ -39,8 +39,8 @@ class TrainState:
     ema: Ema | None = None
     epoch: int = 0
     """Epochs that are done, evaluation included."""
-    step_in_epoch: int = 0
-    """Optimizer steps done in the epoch that is under way."""
+    samples_in_epoch: int = 0
+    """Train samples seen by all ranks together in the epoch that is under way: where it goes on, with any ranks."""
     step: int = 0
     """Optimizer steps done in all."""
     samples: int = 0
@@ -68,10 +68,18 @@ class TrainState:
             exact=self.exchange.exact,
         )
 
+    def steps_left(self, schedule: Schedule) -> int:
+        """Return the steps from here to the end of the run."""
+        return schedule.left(self.epoch, self.samples_in_epoch, self.step)
+
+    def epoch_ends(self, schedule: Schedule) -> bool:
+        """Return whether the epoch under way, or the run, has no step left."""
+        return not (schedule.left_in_epoch(self.samples_in_epoch) and self.steps_left(schedule))
+
     def finished(self, schedule: Schedule) -> bool:
         """Return whether all steps are taken and the final weights are evaluated."""
         evaluated = self.evaluation is not None and self.evaluation.step == self.step
-        return self.step >= schedule.total_steps and evaluated
+        return not self.steps_left(schedule) and evaluated
 
 
 def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group: Group) -> dict[str, Any] | None:
@@ -92,7 +100,7 @@ def gather_state(state: TrainState, *, spec: TrainSpec, num_samples: int, group:
         return None
     return shared | {
         "epoch": state.epoch,
-        "step_in_epoch": state.step_in_epoch,
+        "samples_in_epoch": state.samples_in_epoch,
         "step": state.step,
         "samples": state.samples,
         "train_seconds": state.train_seconds,
@@ -120,14 +128,15 @@ def restore_state(
 ) -> None:
     """Bring `state`, and this rank's random generators, to where `saved` (from `gather_state`) was.
 
-    The number of ranks may have changed: progress counts in samples, and each rank starts from the mean of what the
-    ranks had. The same holds when the mode of exchange has changed.
-    Raises: ClusterddpError: the checkpoint is of another training, or lies between two of today's steps.
+    The number of ranks and the global batch may have changed: progress counts in samples, and each rank starts from the
+    mean of what the ranks had. The same holds when the mode of exchange has changed.
+    Raises: ClusterddpError: the checkpoint is of another training.
     """
     _check_same_training(saved, spec, num_samples)
-    epoch, step_in_epoch = saved["epoch"], _steps_taken(saved, schedule, group)
+    global_batch = saved["world_size"] * saved["spec"]["batch_size"] * saved["spec"]["accumulate"]
     same_exchange = saved["comm"] == state.exchange.label
-    same_ranks = same_exchange and saved["world_size"] == group.world_size
+    same_size = (saved["world_size"], global_batch) == (group.world_size, schedule.global_batch)
+    same_ranks = same_exchange and same_size
     own = saved["own"][group.rank] if same_ranks else _mean(saved["own"])
     state.model.load_state_dict(saved["model"])
     state.model.load_state_dict(own["model"], strict=False)
@@ -141,10 +150,11 @@ def restore_state(
         if own["rng"]["cuda"] is not None and group.device.type == "cuda":
             torch.cuda.set_rng_state(own["rng"]["cuda"], group.device)
         random.setstate(own["rng"]["python"])
-    state.epoch = epoch
-    state.step_in_epoch = step_in_epoch
-    state.step = min(epoch * schedule.steps_per_epoch + step_in_epoch, schedule.total_steps)
-    state.samples = saved["samples"]
+    state.epoch = saved["epoch"]
+    # Checkpoints of earlier versions count in steps.
+    in_epoch = saved["samples_in_epoch"] if "samples_in_epoch" in saved else saved["step_in_epoch"] * global_batch
+    state.samples_in_epoch = in_epoch
+    state.step, state.samples = saved["step"], saved["samples"]
     state.train_seconds = saved["train_seconds"]
     known = {field.name for field in fields(Totals)}  # checkpoints of earlier versions have none, or more
     state.totals = Totals(**{key: value for key, value in saved.get("totals", {}).items() if key in known})
@@ -227,21 +237,6 @@ def _check_same_training(saved: dict[str, Any], spec: TrainSpec, num_samples: in
             f"the newest checkpoint belongs to another training: {'; '.join(wrong)}",
             hint="submit a new run, or undo the change and resume",
         )
-
-
-def _steps_taken(saved: dict[str, Any], schedule: Schedule, group: Group) -> int:
-    """Count the steps of the epoch under way that cover the samples seen in it, with today's global batch."""
-    then = saved["spec"]
-    global_batch = saved["world_size"] * then["batch_size"] * then["accumulate"]
-    seen: int = saved["step_in_epoch"] * global_batch
-    if seen % schedule.global_batch:
-        was = f"{seen:,} samples into epoch {saved['epoch'] + 1}, {saved['world_size']} ranks, {global_batch:,} a step"
-        now = f"{group.world_size} ranks, {schedule.global_batch:,} a step, which does not divide {seen:,}"
-        raise ClusterddpError(
-            f"the newest checkpoint is between two steps: it was {was}; it is {now}",
-            hint=f"resume with {saved['world_size']} ranks, or choose train.batch_size so that a step divides it",
-        )
-    return min(seen // schedule.global_batch, schedule.steps_per_epoch)
 
 
 def _restore_optimizer(optimizer: torch.optim.Optimizer, saved: dict[str, Any]) -> None:

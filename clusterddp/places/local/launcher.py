@@ -12,6 +12,7 @@ import os
 import socket
 import subprocess
 import time
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import ClusterddpError
@@ -82,7 +83,7 @@ class LocalLauncher(Launcher):
         """Kill a run whose supervisors hang or are stopped; False when it has no process."""
         return _end_run(run, record, timeout_s=max(1.0, timeout_s)) > 0
 
-    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord, *, left_out: Collection[str] = ()) -> int:
         """Wait for the last processes of a run that has ended, then kill those that are left; return their number.
 
         Its supervisors and its task may still clean up.

@@ -10,7 +10,7 @@ import os
 import re
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -201,7 +201,7 @@ class SlurmLauncher(Launcher):
         drop_secrets(run)
         return True
 
-    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord, *, left_out: Collection[str] = ()) -> int:
         """Cancel a leftover job of a run that has ended; return the number of cancelled jobs."""
         if record.in_hold:
             await_release(run, record)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -142,12 +142,12 @@ class SshLauncher(Launcher):
         """
         return self._end(run, patience_s=0.0, needed="one") > 0
 
-    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord, *, left_out: Collection[str] = ()) -> int:
         """Kill leftover processes of a run that has ended, on all hosts; return their number.
 
-        Raises: SshError: a host cannot be reached. ClusterddpError: a process cannot be killed.
+        Raises: SshError: a host cannot be reached that is not `left_out`. ClusterddpError: a process cannot be killed.
         """
-        return self._end(run, patience_s=_END_PATIENCE_S, needed="all")
+        return self._end(run, patience_s=_END_PATIENCE_S, needed="all", left_out=left_out)
 
     def probe(self, records: Records, slurm: Slurm) -> Answer:
         """Say what the hosts have last reported; a command that needs the current state synchronises first."""
@@ -163,10 +163,12 @@ class SshLauncher(Launcher):
                 replies = [reply.facts for reply in sessions.ask_willing("run.ask", facts).values()]
         return any(reply["found"] for reply in replies)
 
-    def _end(self, run: RunDir, *, patience_s: float, needed: Literal["all", "one"]) -> int:
+    def _end(
+        self, run: RunDir, *, patience_s: float, needed: Literal["all", "one"], left_out: Collection[str] = ()
+    ) -> int:
         """End the run's processes on its hosts; return their number."""
         plan = read_plan(run)
-        with open_host_sessions(plan, self._environ, needed=needed) as sessions:
+        with open_host_sessions(plan, self._environ, needed=needed, left_out=left_out) as sessions:
             facts = {"tokens": [plan.token], "patience_s": patience_s}
             replies = sessions.ask_willing("run.end", facts, timeout_s=patience_s + 30)
         ended = {host: ended for host, reply in replies.items() for ended in reply.facts["ended"]}

@@ -144,18 +144,24 @@ class Heartbeats:
 
 
 def open_host_sessions(
-    plan: Plan, environ: Mapping[str, str], *, needed: Literal["all", "one", "none"] = "all"
+    plan: Plan,
+    environ: Mapping[str, str],
+    *,
+    needed: Literal["all", "one", "none"] = "all",
+    left_out: Collection[str] = (),
 ) -> HostSessions:
     """Open a session with every host of a run; put the errors of the others into `failed`.
 
+    `left_out`: hosts that are not needed.
     Raises: SshError, PreflightError: fewer hosts can be used than are needed.
     """
     assert plan.ssh is not None
     results = open_sessions(plan.ssh.hosts, environ=environ)
     sessions = HostSessions(plan=plan, by_host=good_of(results), failed=errors_of(results))
-    if sessions.failed and (needed == "all" or (needed == "one" and not sessions.by_host)):
+    missed = [error for host, error in sessions.failed.items() if host not in left_out]
+    if missed and (needed == "all" or (needed == "one" and not sessions.by_host)):
         sessions.close()
-        raise_for(sessions.failed.values())
+        raise_for(missed)
     return sessions
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import socket
+from collections.abc import Collection
 from typing import TYPE_CHECKING
 
 from clusterddp.errors import UsageError
@@ -53,7 +54,7 @@ class ExternalLauncher(Launcher):
         """Kill the ranks on this host; their launcher then ends the others. False when no rank is here."""
         return end_run_here(record.token, timeout_s=max(1.0, timeout_s))[0] > 0
 
-    def clear_away(self, run: RunDir, record: RunRecord) -> int:
+    def clear_away(self, run: RunDir, record: RunRecord, *, left_out: Collection[str] = ()) -> int:
         """Kill leftover processes of a run on this host; return their number."""
         return end_run_here(record.token)[0]
 

@@ -37,7 +37,14 @@ from clusterddp.places.worker.place import (
     group_by_host,
 )
 from clusterddp.planning.placement import Placement, Request, free_gpus, read_machine
-from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json, plan_run
+from clusterddp.planning.plan import (
+    Plan,
+    choose_run_name,
+    move_plan,
+    plan_json,
+    plan_run,
+    with_batch_of,
+)
 from clusterddp.planning.prerequisites import check_trainer
 from clusterddp.planning.processes import process_environment, python_path, rank_command
 from clusterddp.planning.program import with_absolute_paths
@@ -171,7 +178,8 @@ class Worker:
         with contextlib.suppress(FileExistsError):
             make_attempt(run, decided.attempt)
             if not made:
-                plan = self.plan(dataclasses.replace(decided, run=run.name))
+                earlier = Plan.from_json(read_json(run.plan) or {})
+                plan = with_batch_of(earlier, self.plan(dataclasses.replace(decided, run=run.name)))
                 write_json(run.plan, plan_json(plan))
                 write_text(run.spec, plan.spec_text)
             adopt(run, decided.attempt)

@@ -84,30 +84,15 @@ def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
     return torch.randperm(n, generator=torch.Generator().manual_seed(derive_seed(seed, _ORDER, epoch)))
 
 
-def steps_per_epoch(n: int, *, world: int, batch_size: int, accumulate: int) -> int:
-    """Return the number of optimizer steps in an epoch; the last, incomplete global batch is dropped."""
-    per_step = world * batch_size * accumulate
-    if n < per_step:
-        raise ClusterddpError(
-            f"a global batch of {per_step:,} ({world} ranks x batch {batch_size} x accumulate {accumulate}) "
-            f"is more than the {n:,} train images",
-            hint="lower train.batch_size or train.accumulate, or raise train.samples",
-        )
-    return n // per_step
+def batch_indices(order: Tensor, seen: int, *, world: int, rank: int, batch_size: int, micro: int) -> Tensor:
+    """Return the sample indices (int64, [batch_size]) of micro-batch `micro` of `rank` in the step after `seen` samples.
 
-
-def batch_indices(
-    order: Tensor, step: int, *, world: int, rank: int, batch_size: int, accumulate: int, micro: int
-) -> Tensor:
-    """Return the sample indices (int64, [batch_size]) of micro-batch `micro` of `rank` in the epoch's step `step`.
-
-    A step covers the next world x batch_size x accumulate samples of `order`, cut into chunks of `batch_size`; chunk
-    micro x world + rank is the one. So N ranks and one rank that accumulates N times see the same chunks.
+    A step covers the next samples of `order`, cut into chunks of `batch_size`; chunk micro x world + rank is the one.
+    So N ranks and one rank that accumulates N times see the same chunks.
     """
-    first_chunk = step * world * accumulate
-    start = (first_chunk + micro * world + rank) * batch_size
+    start = seen + (micro * world + rank) * batch_size
     indices = order[start : start + batch_size]
-    assert len(indices) == batch_size, f"step {step} is beyond the epoch"
+    assert len(indices) == batch_size, f"a step after {seen} samples lies beyond the epoch"
     return indices
 
 

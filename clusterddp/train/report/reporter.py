@@ -50,6 +50,7 @@ class Reporter:
         *,
         epoch: int,
         step: int,
+        steps_total: int,
         step_in_epoch: int,
         loss: float,
         accuracy: float,
@@ -60,21 +61,24 @@ class Reporter:
     ) -> None:
         """Report the steps since the last report, over all ranks.
 
-        `epoch` counts from 1; `accuracy` is a share, 0..1; `figures` are those of `figures_of`; `train_seconds` are the
+        `epoch` counts from 1; `steps_total` are those of the run; `accuracy` is a share, 0..1; `figures` are those of `figures_of`; `train_seconds` are the
         seconds of steps so far, `eta_s` those that are left at this pace.
         """
         values = {"loss": loss, "accuracy": accuracy, **figures, "lr": lr}
-        self._row("train", values, {"epoch": epoch, "step": step, "train_seconds": train_seconds}, schedule)
+        place = {"epoch": epoch, "step": step, "train_seconds": train_seconds, "steps_total": steps_total}
+        self._row("train", values, place, schedule)
         self.log(
             f"epoch {epoch}/{schedule.epochs} step {step_in_epoch}/{schedule.steps_per_epoch} loss {loss:.3f} "
             f"acc {100 * accuracy:.1f} % lr {lr:.3g} {figures['images_per_s']:,.0f} img/s eta {spell_duration(eta_s)}"
         )
 
-    def evaluation(self, result: Evaluation, schedule: Schedule, *, epoch: int, train_seconds: float) -> None:
+    def evaluation(
+        self, result: Evaluation, schedule: Schedule, *, epoch: int, steps_total: int, train_seconds: float
+    ) -> None:
         """Report an evaluation of the whole test set."""
         values = {"loss": result.loss, "accuracy": result.accuracy} | result.accuracies_apart
         place = {"epoch": epoch, "step": result.step, "samples": result.samples, "train_seconds": train_seconds}
-        self._row("eval", values, place, schedule)
+        self._row("eval", values, place | {"steps_total": steps_total}, schedule)
         accuracy = f"{100 * result.accuracy:.2f} % ({result.correct:,} of {result.samples:,})"
         apart = "".join(f", {name} {100 * share:.2f} %" for name, share in result.accuracies_apart.items())
         self.log(f"epoch {epoch}/{schedule.epochs} test accuracy {accuracy} loss {result.loss:.3f}{apart}")
@@ -97,8 +101,8 @@ class Reporter:
     def _row(self, kind: str, values: Mapping[str, Any], place: Mapping[str, float], schedule: Schedule) -> None:
         if not self._first:
             return
-        totals = {"epochs_total": schedule.epochs, "steps_total": schedule.total_steps}
-        self._metrics.append({"kind": kind, "attempt": self._attempt, **place, **totals, **values})
+        row = {"kind": kind, "attempt": self._attempt, **place, "epochs_total": schedule.epochs, **values}
+        self._metrics.append(row)
         if self._events is not None:
             self._events.write(int(place["step"]), {f"{kind}/{name}": each for name, each in flat_numbers(values)})
 
