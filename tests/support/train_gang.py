@@ -138,6 +138,7 @@ def settle(
     attempt: int = 0,
     stop_after: int | None = None,
     slot: ComputeSlot | None = None,
+    global_batch: int | None = None,
     **train: Any,
 ) -> Setting:
     """Prepare a tiny training in `path`; rank 0 asks for a stop when it was asked `stop_after` times before."""
@@ -153,6 +154,7 @@ def settle(
         reporter=Reporter(RunDir(path), attempt=attempt, first=group.is_first),
         slot=slot,
         stop_requested=lambda: stop_after is not None and group.is_first and next(asked) >= stop_after,
+        global_batch=global_batch,
     )
 
 

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
 from clusterddp.run.record import read_run
-from clusterddp.system.files import read_json
+from clusterddp.system.files import read_json, read_jsonl
 from tests.support.waiting import PATIENCE
 
 SCRIPT = """\
@@ -330,6 +331,46 @@ def test_resume_is_the_next_attempt_of_the_same_run(place: Path) -> None:
     done = clusterddp(place, "resume", name, "--wait", "-o", "json")
     assert (done.returncode, json.loads(done.stdout)["run"]) == (5, name)
     assert json.loads(clusterddp(place, "status", "-o", "json").stdout)["attempt"] == 1
+
+
+SIZES = {
+    2: ("resources.nodes=2",),
+    3: ("resources.nodes=3",),
+    4: ("resources.nodes=1", "resources.procs_per_node=4"),
+    1: ("resources.procs_per_node=1",),
+}
+"""Ranks -> what brings them about, one after the other."""
+
+
+@pytest.mark.slow
+def test_a_training_goes_on_with_other_numbers_of_ranks(place: Path) -> None:
+    train = "{samples: 250, model: fastnet, width: 0.125, epochs: 9999, batch_size: 5, lr: 0.1, log_every: 1}"
+    (place / "train.yaml").write_text(f"name: a\ndevice: cpu\nresources: {{nodes: 4}}\ntrain: {train}\n")
+    name = clusterddp(place, "submit", "train.yaml").stdout.strip()
+    run = newest(place)
+    for attempt, (ranks, sizes) in enumerate(SIZES.items()):
+        wait_for_metrics(run, attempt)
+        assert clusterddp(place, "cancel", "--save", name).returncode == 0
+        clusterddp(place, "wait", name)
+        rest = [f"train.epochs={read_jsonl(run.metrics)[-1]['epoch'] + 1}"] if ranks == 1 else []
+        done = clusterddp(place, "resume", name, *sizes, *rest)
+        assert done.returncode == 0, done.stderr
+        assert ("a step still has 20 images" in done.stderr) == (ranks != 3), done.stderr
+    assert clusterddp(place, "wait", name).returncode == 0
+    summary = read_json(run.summary)
+    assert summary is not None
+    rows = [row for row in read_jsonl(run.metrics) if row["kind"] == "train"]
+    assert [row["step"] for row in rows] == list(range(1, summary["steps"] + 1))
+    per_epoch = Counter(row["epoch"] for row in rows)
+    assert sorted(per_epoch) == list(range(1, summary["epochs"] + 1))
+    assert summary["epochs"] * (250 - 20) <= summary["samples"] <= summary["epochs"] * 250
+
+
+def wait_for_metrics(run: RunDir, attempt: int) -> None:
+    deadline = time.monotonic() + PATIENCE * 60
+    while not any(row["attempt"] == attempt for row in read_jsonl(run.metrics)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
 
 
 def test_following_prints_a_restart(place: Path) -> None:

@@ -84,11 +84,11 @@ def test_it_is_loadable_weights_only_and_has_the_inner_modules_names(tmp_path: P
     train_once(one_rank(), path, epochs=1)
     state = torch.load(path / "checkpoints" / "step-00000018-a0.pt", weights_only=True)
     assert set(state) >= {
-        *("model", "optimizer", "epoch", "step", "step_in_epoch", "samples", "own", "spec", "world_size"),
+        *("model", "optimizer", "epoch", "step", "samples_in_epoch", "samples", "own", "spec", "world_size"),
         *("best_accuracy", "train_seconds", "precision", "comm", "exchange"),
     }
     assert not [name for name in state["model"] if name.startswith(("module.", "_orig_mod."))]
-    assert (state["epoch"], state["step"], state["step_in_epoch"], state["samples"]) == (1, 18, 0, 288)
+    assert (state["epoch"], state["step"], state["samples_in_epoch"], state["samples"]) == (1, 18, 0, 288)
     manifest = json.loads((path / "checkpoints" / "step-00000018-a0.json").read_text())
     assert (manifest["epoch"], manifest["step"], manifest["samples"]) == (1, 18, 288)
     assert len(state["own"]) == state["world_size"] == 1

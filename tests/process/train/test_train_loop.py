@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import math
+import shutil
+from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.run.directory import RunDir
+from clusterddp.train.checkpoint import Store, decode, read_newest, write_checkpoint
+from clusterddp.train.data.dataset import epoch_order
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
 from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, outcome, settle, train_once
@@ -176,7 +184,7 @@ def test_more_ranks_resume_at_the_samples_seen(gang: Gang, tmp_path: Path) -> No
     assert stopped["samples"] == 96
     results = gang.run(2, resumed, path)
     assert [result["samples"] for result in results] == [576, 576]
-    assert [result["step"] for result in results] == [18, 18]
+    assert [result["step"] for result in results] == [6 + 6 + 9] * 2
 
 
 def cut(group: Group, path: Path, stop_after: int) -> tuple[dict[str, Any], None]:
@@ -187,11 +195,157 @@ def resumed(group: Group, path: Path) -> dict[str, Any]:
     return train_once(group, path, attempt=1)
 
 
-def test_ranks_whose_step_does_not_divide_the_samples_seen_are_refused_in_words(gang: Gang, tmp_path: Path) -> None:
+def go_on(group: Group, path: Path, attempt: int, options: dict[str, Any]) -> dict[str, Any]:
+    if group.is_first:
+        (path / "attempts" / str(attempt)).mkdir(parents=True)
+    return train_once(group, path, attempt=attempt, **options)
+
+
+def without_statistics(outcome: dict[str, Any]) -> dict[str, Any]:
+    """Leave out what follows from batch norm's running statistics, which each rank has of its own batches."""
+    return {key: value for key, value in outcome.items() if key not in {"buffers", "accuracy"}}
+
+
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 1, 2), (1, 2, 1)])
+def test_other_ranks_that_keep_the_global_batch_go_on_to_the_same_bits(
+    gang: Gang, tmp_path: Path, sizes: tuple[int, ...]
+) -> None:
+    options = {"batch_size": 8, "global_batch": 16}
+    whole = gang.run(2, go_on, make_run(tmp_path / "whole"), 0, options)[0]
+    path = make_run(tmp_path / "cut")
+    for attempt, world_size in enumerate(sizes[:-1]):  # asked at each step, and before the first
+        stopped = gang.run(world_size, go_on, path, attempt, options | {"stop_after": 5})[0]
+        assert stopped["finished"] is False
+    last = gang.run(sizes[-1], go_on, path, len(sizes) - 1, options)[0]
+    assert without_statistics(last) == without_statistics(whole)
+
+
+@pytest.mark.parametrize(("first", "second"), [(4, 1), (1, 4), (4, 2), (2, 4), (3, 1)])
+def test_ranks_whose_sums_have_another_order_come_out_alike(
+    gang: Gang, tmp_path: Path, first: int, second: int
+) -> None:
+    options = {"batch_size": 4, "global_batch": 12 if first == 3 else 16, "max_steps": 6}
+    whole = gang.run(first, go_on_to_weights, make_run(tmp_path / "whole"), 0, options)[0]
+    path = make_run(tmp_path / "cut")
+    gang.run(first, go_on, path, 0, options | {"stop_after": 3})
+    weights = gang.run(second, go_on_to_weights, path, 1, options)[0]
+    assert largest_difference(whole, weights) <= 1e-6
+
+
+def go_on_to_weights(group: Group, path: Path, attempt: int, options: dict[str, Any]) -> dict[str, torch.Tensor]:
+    return trained_parameters(group, path, options | {"attempt": attempt})
+
+
+@pytest.mark.parametrize("comm", ["exact", "local:3"])
+def test_a_resume_on_other_ranks_ends_as_one_that_is_stopped_again(gang: Gang, tmp_path: Path, comm: str) -> None:
+    options = {"batch_size": 8, "global_batch": 16, "comm": comm}
+    cut_once = make_run(tmp_path / "once")
+    gang.run(2, go_on, cut_once, 0, options | {"stop_after": 8})
+    cut_again = tmp_path / "again"
+    shutil.copytree(cut_once, cut_again)
+    once = gang.run(3, go_on, cut_once, 1, options)
+    gang.run(3, go_on, cut_again, 1, options | {"stop_after": 4})
+    assert gang.run(3, go_on, cut_again, 2, options) == once
+    assert {result["samples"] for result in once} <= set(range(576 - 2 * 24, 577))
+
+
+class Seen:
+    """The labels of a train set, which remember of which images they were asked."""
+
+    def __init__(self, labels: torch.Tensor) -> None:
+        self._labels = labels
+        self.indices: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._labels)
+
+    def __getitem__(self, indices: torch.Tensor) -> torch.Tensor:
+        self.indices += indices.tolist()
+        return self._labels[indices]
+
+
+def train_and_remember(group: Group, path: Path, attempt: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Train as `go_on`; return also the images that this rank has seen, by step, and where it has stopped."""
+    if group.is_first:
+        (path / "attempts" / str(attempt)).mkdir(parents=True)
+    setting = settle(group, path, attempt=attempt, **options)
+    seen = Seen(setting.dataset.train_labels)
+    setting = replace(setting, dataset=replace(setting.dataset, train_labels=seen))
+    steps: list[list[int]] = []
+
+    def after_step() -> None:
+        steps.append(seen.indices)
+        seen.indices = []
+
+    state = train(setting, after_step=after_step)
+    setting.reporter.close()
+    finished, place = state.finished(setting.schedule), (state.epoch, state.samples_in_epoch)
+    return outcome(state) | {"finished": finished, "place": place, "steps": steps}
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_each_image_of_an_epoch_counts_once_whatever_the_sizes(gang: Gang, tmp_path: Path, seed: int) -> None:
+    """Twenty resumes, with 1 to 4 ranks, batches of 3 to 6 images and stops after 1 to 6 steps, all drawn."""
+    random, images, epochs = Random(seed), 211, 7
     path = make_run(tmp_path / "run")
-    gang.run(1, cut, path, 8)  # 7 steps of 16
-    with pytest.raises(AssertionError, match=r"between two steps: it was 112 samples into epoch 1, 1 ranks, 16 a step"):
-        gang.run(2, resumed, path)
+    options = {"samples": images, "epochs": epochs, "seed": seed}
+    seen: dict[int, list[int]] = {}
+    epoch = place = total = 0
+    finished = []
+    for attempt in range(21):
+        batch = {"batch_size": random.randint(3, 6), "global_batch": random.choice([20, None])}
+        asked = {"stop_after": random.randint(1, 6)} if attempt < 20 else {}
+        ranks = gang.run(random.randint(1, 4), train_and_remember, path, attempt, options | batch | asked)
+        for of_ranks in zip(*(rank["steps"] for rank in ranks), strict=True):
+            step = sorted(index for of_rank in of_ranks for index in of_rank)
+            if images - place < len(step):
+                epoch, place = epoch + 1, 0
+            assert step == sorted(epoch_order(images, seed, epoch)[place : place + len(step)].tolist())
+            seen.setdefault(epoch, []).extend(step)
+            place, total = place + len(step), total + len(step)
+        assert {rank["samples"] for rank in ranks} == {total}
+        epoch, place = ranks[0]["place"]
+        finished.append(ranks[0]["finished"])
+    assert finished == [False] * 20 + [True]
+    assert sorted(seen) == list(range(epochs))
+    assert all(len(set(indices)) == len(indices) > images - 24 for indices in seen.values())
+
+
+def go_on_and_say(group: Group, path: Path, attempt: int, options: dict[str, Any]) -> tuple[dict[str, Any], str]:
+    with contextlib.redirect_stderr(io.StringIO()) as said:
+        return go_on(group, path, attempt, options), said.getvalue()
+
+
+def test_an_epoch_with_less_left_than_a_step_of_now_is_over(gang: Gang, tmp_path: Path) -> None:
+    """Between steps of local:4 the ranks have weights of their own; they meet."""
+    path = make_run(tmp_path / "run")
+    gang.run(2, go_on, path, 0, {"comm": "local:4", "stop_after": 8})  # 7 steps of 32: 64 of 288 are left
+    last, said = gang.run(2, go_on_and_say, path, 1, {"comm": "local:4", "batch_size": 40})[0]
+    assert (last["finished"], last["samples"]) == (True, 7 * 32 + 3 * 80)
+    assert "warning: the weights" not in said
+
+
+def test_a_checkpoint_of_an_earlier_version_counts_in_steps(tmp_path: Path) -> None:
+    path = make_run(tmp_path / "run")
+    whole = train_once(one_rank(), make_run(tmp_path / "whole"))
+    train_once(one_rank(), path, stop_after=5)
+    store = Store(run=RunDir(path), attempt=0, keep=2)
+    newest = read_newest(store, print)
+    assert newest is not None
+    state = decode(newest[1])
+    assert state.pop("samples_in_epoch") == 4 * 16
+    (path / "checkpoints" / newest[0].file).unlink()
+    write_checkpoint(store, state | {"step_in_epoch": 4})
+    assert train_once(one_rank(), path, attempt=1) == whole
+
+
+def test_the_log_says_what_another_number_of_ranks_changes(gang: Gang, tmp_path: Path) -> None:
+    options = {"batch_size": 8, "global_batch": 32, "max_steps": 4}
+    _, kept = gang.run(2, go_on_and_say, make_run(tmp_path / "two"), 0, options)[0]
+    _, other = gang.run(3, go_on_and_say, make_run(tmp_path / "three"), 0, options)[0]
+    assert "2 ranks x batch_size 8 x accumulate 2: a step still has 32 images, so steps, learning rate and" in kept
+    assert "3 ranks x batch_size 8 x accumulate 1: a step has 24 images instead of 32, so 1.33 times" in other
+    assert "the peak learning rate goes from 0.05 to 0.0375" in other
 
 
 # -- what makes no sense

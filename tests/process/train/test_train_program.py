@@ -206,6 +206,7 @@ def test_a_report_of_steps_is_one_line(
         schedule,
         epoch=3,
         step=902,
+        steps_total=3910,
         step_in_epoch=120,
         loss=0.8123,
         accuracy=0.7131,

@@ -39,7 +39,7 @@ def test_an_overtaken_attempt_adds_no_metrics(tmp_path):
     reporter = Reporter(run, attempt=0, first=True)
     result = Evaluation(step=1, loss=1.0, correct=1, samples=2)
     with pytest.raises(ClusterddpError, match=OVERTAKEN):
-        reporter.evaluation(result, SCHEDULE, epoch=1, train_seconds=1.0)
+        reporter.evaluation(result, SCHEDULE, epoch=1, steps_total=7, train_seconds=1.0)
     assert not run.metrics.exists()
 
 
@@ -73,7 +73,7 @@ def test_rows_are_lost_while_the_storage_is_away_and_training_goes_on(tmp_path):
 
 def report(reporter, step):
     result = Evaluation(step=step, loss=1.0, correct=1, samples=2)
-    reporter.evaluation(result, SCHEDULE, epoch=1, train_seconds=1.0)
+    reporter.evaluation(result, SCHEDULE, epoch=1, steps_total=7, train_seconds=1.0)
 
 
 def test_an_overtaken_attempt_writes_no_summary(tmp_path):

@@ -241,7 +241,7 @@ def train_briefly(model: nn.Module, dataset: Dataset, spec: TrainSpec) -> None:
     for epoch in range(spec.epochs):
         order = epoch_order(n, spec.seed, epoch)
         for step in range(steps):
-            indices = batch_indices(order, step, world=1, rank=0, batch_size=spec.batch_size, accumulate=1, micro=0)
+            indices = batch_indices(order, step * spec.batch_size, world=1, rank=0, batch_size=spec.batch_size, micro=0)
             loss = functional.cross_entropy(
                 model(augmented(dataset, indices, spec, epoch)), dataset.train_labels[indices], label_smoothing=0.1
             )

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from random import Random
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from clusterddp.errors import ClusterddpError
 from clusterddp.spec.train import TrainSpec
 from clusterddp.train.optim import (
     Schedule,
@@ -24,7 +26,7 @@ from clusterddp.train.optim import (
 )
 
 SCHEDULE = Schedule(
-    epochs=1, steps_per_epoch=1, total_steps=1, global_batch=10, peak_lr=0.5, warmup=0.0, shape="constant"
+    epochs=1, num_samples=10, global_batch=10, peak_lr=0.5, warmup=0.0, shape="constant"
 )
 
 
@@ -98,6 +100,43 @@ def test_more_ranks_change_the_steps_and_not_the_samples() -> None:
 def test_max_steps_cuts_the_run_and_its_schedule() -> None:
     assert len(rates(max_steps=7)) == 7
     assert rates(max_steps=7)[-1] < 0.05
+
+
+def test_fewer_images_than_one_global_batch_is_an_error_with_the_numbers() -> None:
+    with pytest.raises(ClusterddpError, match=r"global batch of 80 \(4 ranks x batch 10 x accumulate 2\).* 79 train"):
+        plan_schedule(spec(accumulate=2), num_samples=79, world_size=4)
+
+
+def test_the_rate_of_a_run_whose_steps_change_goes_on_and_falls_to_nearly_nothing() -> None:
+    """Drawn sizes, images and places of the change: no step is left out, no rate is taken twice or lies beyond the end."""
+    random = Random(0)
+    for _ in range(300):
+        first, *others = (random.randint(1, 60) for _ in range(4))
+        images = random.randint(60, 200)
+        step = epoch = seen = 0
+        schedule = plan_schedule(spec(batch_size=first, epochs=4), num_samples=images, world_size=1)
+        places = []
+        while left := schedule.left(epoch, seen, step):
+            places.append((schedule.total_steps - left + 0.5) / schedule.total_steps)
+            assert schedule.learning_rate(schedule.total_steps - left) > 0
+            step, seen = step + 1, seen + schedule.global_batch
+            assert seen <= images
+            if not schedule.left_in_epoch(seen):
+                assert images - seen < schedule.global_batch
+                epoch, seen = epoch + 1, 0
+            if others and random.random() < 0.2:
+                schedule = plan_schedule(spec(batch_size=others.pop(), epochs=4), num_samples=images, world_size=1)
+                while epoch < 4 and not schedule.left_in_epoch(seen):
+                    epoch, seen = epoch + 1, 0
+        assert epoch == 4
+        assert places == sorted(places)
+        assert 0 < places[0] < places[-1] < 1
+
+
+def test_a_run_whose_steps_stay_takes_the_rates_one_by_one() -> None:
+    schedule = plan_schedule(spec(epochs=3, batch_size=30, max_steps=8), num_samples=100, world_size=1)
+    taken = [schedule.total_steps - schedule.left(step // 3, step % 3 * 30, step) for step in range(8)]
+    assert taken == list(range(8))
 
 
 def test_accumulation_counts_as_one_step() -> None:
