@@ -150,7 +150,9 @@ class Run:
         """
         from clusterddp.submission.submit import resume
 
-        resume(self._dir(), overrides=to_words(overrides))
+        said: list[str] = []
+        resume(self._dir(), said.append, overrides=to_words(overrides))
+        _warn(text.removeprefix("note: ") for text in said if text.startswith("note: "))
         return self
 
     def report(self, out: Path | str | None = None) -> Path:

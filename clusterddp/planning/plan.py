@@ -481,7 +481,7 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
     from clusterddp.spec.load import flatten, load_spec
 
     sizes = [word.lstrip("~").partition("=")[0] for word in overrides]
-    if "ssh.hosts" in sizes and "resources.nodes" not in sizes:
+    if plan.ssh and "ssh.hosts" in sizes and "resources.nodes" not in sizes:
         overrides = (*overrides, "~resources.nodes")  # one for each of these hosts
     resolved = load_spec(spec, overrides, environ=environ, whole=True)
     now, then = flatten(filled_in(resolved.job)), flatten(plan.spec)
