@@ -534,7 +534,9 @@ def with_batch_of(plan: Plan, other: Plan) -> Plan:
     before, ranks = plan.gang.num_ranks, other.gang.num_ranks
     if not (plan.spec.get("train") and other.spec.get("train")):
         told = ranks == before or other.gang.entry.kind == "batch_script"
-        world = f"WORLD_SIZE is {ranks} instead of {before}: the program decides what its batch and learning rate become"
+        world = (
+            f"WORLD_SIZE is {ranks} instead of {before}: the program decides what its batch and learning rate become"
+        )
         return other if told else dataclasses.replace(other, notes=(world, *other.notes))
     then, now = TrainSpec.from_json(plan.spec["train"]), TrainSpec.from_json(other.spec["train"])
     planned = plan.global_batch or then.global_batch(before)

@@ -104,6 +104,7 @@ def begin(setting: Setting) -> TrainState:
     kernels = settle_kernels(saved, model, precision, setting)
     optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))
     exchange = build_exchange(spec.comm, model, group, optimizer=optimizer)
+    exchange.settle(torch.zeros(1, *setting.dataset.image_shape, device=group.device))
     forward = wrap_forward(exchange.module, model, spec, group, precision=precision)
     state = TrainState(
         model=model,

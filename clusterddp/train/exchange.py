@@ -87,6 +87,9 @@ class Exchange:
         """Bytes that each rank sends in an optimizer step, on average, with ring all-reduces."""
         return 0.0
 
+    def settle(self, images: Tensor) -> None:
+        """Act once before the first step of an attempt; `images`, [batch, channel, height, width], fit the model."""
+
     def scope(self, *, now: bool) -> AbstractContextManager[None]:
         """Wrap a micro-batch's forward and backward pass; `now`: it is the step's last one."""
         return contextlib.nullcontext()
@@ -149,6 +152,16 @@ class DdpExchange(Exchange):
     @property
     def bytes_sent_per_step(self) -> float:
         return ring_bytes(4 * self._num_values, self._group)
+
+    def settle(self, images: Tensor) -> None:
+        """Let DDP choose its buckets, by a backward pass that leaves the model as it is.
+
+        It does so after the first one of a process, and the order in which more than two ranks are added up follows
+        from the buckets: a resumed run would take a step with others than the run that was not stopped.
+        """
+        if self._group.world_size > 2:
+            self.module.eval()(images).sum().backward()
+            self.module.train().zero_grad(set_to_none=True)
 
     def scope(self, *, now: bool) -> AbstractContextManager[None]:
         assert isinstance(self.module, DistributedDataParallel)

@@ -85,10 +85,10 @@ def epoch_order(n: int, seed: int, epoch: int) -> Tensor:
 
 
 def batch_indices(order: Tensor, seen: int, *, world: int, rank: int, batch_size: int, micro: int) -> Tensor:
-    """Return the sample indices (int64, [batch_size]) of micro-batch `micro` of `rank` in the step after `seen` samples.
+    """Return the sample indices (int64, [batch_size]) of micro-batch `micro` of `rank` in a step.
 
-    A step covers the next samples of `order`, cut into chunks of `batch_size`; chunk micro x world + rank is the one.
-    So N ranks and one rank that accumulates N times see the same chunks.
+    The step covers the samples of `order` after the first `seen`, cut into chunks of `batch_size`; chunk
+    micro x world + rank is the one. So N ranks and one rank that accumulates N times see the same chunks.
     """
     start = seen + (micro * world + rank) * batch_size
     indices = order[start : start + batch_size]

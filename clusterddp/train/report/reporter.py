@@ -61,8 +61,8 @@ class Reporter:
     ) -> None:
         """Report the steps since the last report, over all ranks.
 
-        `epoch` counts from 1; `steps_total` are those of the run; `accuracy` is a share, 0..1; `figures` are those of `figures_of`; `train_seconds` are the
-        seconds of steps so far, `eta_s` those that are left at this pace.
+        `epoch` counts from 1; `steps_total` are those of the run; `accuracy` is a share, 0..1; `figures` are those of
+        `figures_of`; `train_seconds` are the seconds of steps so far, `eta_s` those that are left at this pace.
         """
         values = {"loss": loss, "accuracy": accuracy, **figures, "lr": lr}
         place = {"epoch": epoch, "step": step, "train_seconds": train_seconds, "steps_total": steps_total}

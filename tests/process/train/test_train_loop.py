@@ -319,9 +319,9 @@ def go_on_and_say(group: Group, path: Path, attempt: int, options: dict[str, Any
 def test_an_epoch_with_less_left_than_a_step_of_now_is_over(gang: Gang, tmp_path: Path) -> None:
     """Between steps of local:4 the ranks have weights of their own; they meet."""
     path = make_run(tmp_path / "run")
-    gang.run(2, go_on, path, 0, {"comm": "local:4", "stop_after": 8})  # 7 steps of 32: 64 of 288 are left
+    gang.run(2, go_on, path, 0, {"comm": "local:4", "stop_after": 8})  # 8 steps of 32: 32 of 288 are left
     last, said = gang.run(2, go_on_and_say, path, 1, {"comm": "local:4", "batch_size": 40})[0]
-    assert (last["finished"], last["samples"]) == (True, 7 * 32 + 3 * 80)
+    assert (last["finished"], last["samples"]) == (True, 8 * 32 + 3 * 80)
     assert "warning: the weights" not in said
 
 

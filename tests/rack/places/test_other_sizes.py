@@ -1,4 +1,4 @@
-"""A training goes on with other numbers of hosts: over SSH while one of them is off, on Slurm in a job of another size."""
+"""A training goes on with other numbers of hosts: over SSH while one is off, on Slurm in a job of another size."""
 
 from __future__ import annotations
 

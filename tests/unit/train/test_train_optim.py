@@ -25,9 +25,7 @@ from clusterddp.train.optim import (
     turn_one_by_one,
 )
 
-SCHEDULE = Schedule(
-    epochs=1, num_samples=10, global_batch=10, peak_lr=0.5, warmup=0.0, shape="constant"
-)
+SCHEDULE = Schedule(epochs=1, num_samples=10, global_batch=10, peak_lr=0.5, warmup=0.0, shape="constant")
 
 
 def spec(**train: Any) -> TrainSpec:
@@ -108,16 +106,18 @@ def test_fewer_images_than_one_global_batch_is_an_error_with_the_numbers() -> No
 
 
 def test_the_rate_of_a_run_whose_steps_change_goes_on_and_falls_to_nearly_nothing() -> None:
-    """Drawn sizes, images and places of the change: no step is left out, no rate is taken twice or lies beyond the end."""
+    """Sizes, images and places of the changes are drawn: no step lies beyond the end, none goes back by a step."""
     random = Random(0)
     for _ in range(300):
         first, *others = (random.randint(1, 60) for _ in range(4))
         images = random.randint(60, 200)
         step = epoch = seen = 0
         schedule = plan_schedule(spec(batch_size=first, epochs=4), num_samples=images, world_size=1)
-        places = []
+        place = one = 0.0
         while left := schedule.left(epoch, seen, step):
-            places.append((schedule.total_steps - left + 0.5) / schedule.total_steps)
+            before, largest = place, max(one, 1 / schedule.total_steps)
+            place, one = (schedule.total_steps - left + 0.5) / schedule.total_steps, 1 / schedule.total_steps
+            assert before - largest < place <= 1 - one / 2
             assert schedule.learning_rate(schedule.total_steps - left) > 0
             step, seen = step + 1, seen + schedule.global_batch
             assert seen <= images
@@ -129,8 +129,6 @@ def test_the_rate_of_a_run_whose_steps_change_goes_on_and_falls_to_nearly_nothin
                 while epoch < 4 and not schedule.left_in_epoch(seen):
                     epoch, seen = epoch + 1, 0
         assert epoch == 4
-        assert places == sorted(places)
-        assert 0 < places[0] < places[-1] < 1
 
 
 def test_a_run_whose_steps_stay_takes_the_rates_one_by_one() -> None:
