@@ -66,7 +66,7 @@ def test_a_run_over_ssh_goes_on_without_a_host_that_is_off_and_with_it_again(ssh
     there = place.host_run_dir("node1", run)
     await_steps(there, 0)
     place.clusterddp("cancel", "--save", run.name)
-    place.await_state("STOPPED", run=run)
+    place.await_state("CANCELLED", run=run)
     rack.power_off("node3")
     try:
         refused = place.clusterddp("resume", run.name, check=False)
@@ -77,7 +77,7 @@ def test_a_run_over_ssh_goes_on_without_a_host_that_is_off_and_with_it_again(ssh
         await_steps(there, 1)
         assert KEPT in there.attempt(1).stderr(0).read_text()
         place.clusterddp("cancel", "--save", run.name)
-        place.await_state("STOPPED", run=run)
+        place.await_state("CANCELLED", run=run)
     finally:
         rack.power_on("node3")
         rack.plug_cable("node3")
@@ -96,7 +96,7 @@ def test_a_run_on_slurm_goes_on_in_a_job_of_another_size(rack: Rack) -> None:
         run = person.run_dir()
         await_steps(run, 0)
         person.clusterddp("cancel", "--save", run.name)
-        person.await_status(run, lambda status: status["state"] == "STOPPED")
+        person.await_status(run, lambda status: status["state"] == "CANCELLED")
         epochs = epochs_done(run) + 2
         resumed = person.clusterddp("resume", run.name, "resources.nodes=2", f"train.epochs={epochs}")
         assert f"note: {KEPT}" in resumed.stderr
