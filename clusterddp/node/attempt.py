@@ -94,9 +94,11 @@ class Attempt:
         """True when a node has seen a connection to the master's address and port, or cannot see any."""
         self.meets: bool | None = None
         """Whether a rank was seen in a collective; None: it is not known."""
-        self.running: set[int] = {rank for node in gang.nodes for rank in node.ranks}
+        self.regroups = False
+        """True when the ranks were asked to stop so that more nodes can take part in the next attempt."""
+        self.running: set[int]
+        self.gang = gang
         self._run = run
-        self._gang = gang
         self._ends: dict[int, RankEnd] = {}
         self._failures: list[RankEnd] = []
         self._decide_at = float("inf")
@@ -104,6 +106,16 @@ class Attempt:
         self._stop_deadline = float("inf")
         self._overdue: RankEnd | None = None
         """Set when the ranks have not ended in time after a request to stop."""
+
+    @property
+    def gang(self) -> Gang:
+        """The nodes that take part, and their ranks."""
+        return self._gang
+
+    @gang.setter
+    def gang(self, gang: Gang) -> None:
+        self._gang = gang
+        self.running = {rank for node in gang.nodes for rank in node.ranks}
 
     @property
     def unchanged(self) -> bool:
@@ -273,10 +285,12 @@ class Restarts:
         """True once something has happened after which no process starts another attempt."""
         self.incomplete = False
         """True once a node or a task is lost: these supervisors start no other attempt."""
+        self.uncounted = 0
+        """How many restarts took in another node and count for nothing."""
 
     def before(self, attempt: Attempt) -> int:
         """Return how many restarts lie before an attempt."""
-        return self._first_restart + attempt.number - self._first_attempt
+        return self._first_restart + attempt.number - self._first_attempt - self.uncounted
 
     def after(self, attempt: Attempt, end: AttemptEnd, *, all_gone: bool) -> Restart:
         """Decide what follows `end`, when no user has cancelled the run.
@@ -284,17 +298,21 @@ class Restarts:
         `all_gone`: all supervisors have confirmed that nothing of the attempt is left.
         """
         able = all_gone and not self.incomplete
-        if end.outcome in {"COMPLETED", "CANCELLED"} or self.before(attempt) >= self._gang.restarts:
+        regroups = attempt.regroups and end.outcome == "STOPPED"
+        used_up = self.before(attempt) >= self._gang.restarts and not regroups
+        if end.outcome in {"COMPLETED", "CANCELLED"} or used_up:
             return "none"
         if attempt.job_ends:
             # The job ends: a failure meanwhile follows from that, or comes again.
             return "another job"
         if end.outcome == "STOPPED":
-            return "here" if attempt.stopped_by_time_limit and able and not self.final else "none"
+            return "here" if (attempt.stopped_by_time_limit or regroups) and able and not self.final else "none"
         cause = attempt.cause() if attempt.settling else None
         # A node that is lost after the job's SIGTERM still counts: a job step ends so when a task was killed.
-        stopped = attempt.stop_reason is not None and (
-            attempt.stopped_by_people or not (cause and cause.restart == "another job")
+        stopped = (
+            attempt.stop_reason is not None
+            and not attempt.regroups
+            and (attempt.stopped_by_people or not (cause and cause.restart == "another job"))
         )
         if cause is None or stopped or self.final:
             return "none"

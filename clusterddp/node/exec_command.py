@@ -53,7 +53,7 @@ def find_rank(run: RunDir, attempt: int, rank: int) -> tuple[RankRecord, dict[st
 
     Raises: ClusterddpError: it has ended, or is not on this machine.
     """
-    gang, record = read_gang(run), read_rank(run.attempt(attempt), rank)
+    gang, record = read_gang(run, run.attempt(attempt)), read_rank(run.attempt(attempt), rank)
     if record is None or record.ended is not None:
         raise ClusterddpError(f"rank {rank} of {run.name} does not run")
     environ = read_environment(record.pid)

@@ -152,7 +152,7 @@ def clean_up(facts: Facts, what_happened: str) -> None:
     left = end_processes(*rank_cookies(token, order.node_rank), timeout_s=5.0)
     with contextlib.suppress(ClusterddpError, OSError, TypeError):
         for record in read_ranks(facts.attempt_dir):
-            if record.rank in order.node.ranks and record.ended is None:
+            if record.node_rank == order.node_rank and record.ended is None:
                 error = "ended with its supervisor"
                 end = RankEnd(rank=record.rank, host=record.host, exit_code=137, signal="SIGKILL", error=error)
                 write_rank(facts.attempt_dir, record.at_end(end))

@@ -185,7 +185,7 @@ class HangWatch:
 
     def _report_of(self, collection: _Stacks, running: set[int]) -> StackReport:
         gang = self._gang
-        silent = [gang.nodes[node_rank] for node_rank in sorted(collection.awaited)]
+        silent = [gang.node(node_rank) for node_rank in sorted(collection.awaited)]
         seen = {each.rank for each in collection.ranks}
         left = [
             RankStack(rank=rank, host=node.host, pid=0, state="", missing="it has ended")

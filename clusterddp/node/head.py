@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -16,6 +17,7 @@ from clusterddp.network.interface import is_cut_off
 from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import faster_networks
 from clusterddp.node.attempt import Attempt, Restarts
+from clusterddp.node.copies import CopyWatch
 from clusterddp.node.guard import Guard
 from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.helpers import Helpers
@@ -35,11 +37,14 @@ from clusterddp.run.stop import KILL_WAIT_S
 from clusterddp.system.files import is_file, write_json
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import storage_timeout_s
+from clusterddp.system.units import format_count
 
 _CONFIRM_S = 4.0
 """How long nodes may take to confirm their end after they have given up."""
 _NOTE_WAIT_S = 60.0
 """After so long a start that waits for nodes names them."""
+_SETTLE_S = 10.0
+"""How long a node must have been there, and the ranks must have run, before they are asked to stop for its sake."""
 _MAX_FILES, _MAX_BYTES = 5000, 100_000_000
 """Of the code of a program, which `may_look_for_file` reads."""
 
@@ -116,8 +121,12 @@ class Head:
         """Set when the run is over and recorded, or cannot be recorded."""
         self.node_is_down = False
         """True once the job has lost a node, or is about to be killed: nodes without heartbeats count as lost."""
+        self.gives_up: dict[int, Loss] = {}
+        """Nodes whose links are to be given up, and why; the uplink takes them out."""
         self._run = run
         self._gang = gang
+        self._members = gang if gang.min_nodes is None else gang.of_nodes(node.node_rank for node in gang.members)
+        """The gang of the attempt: the nodes that take part in it, with their ranks there."""
         self._guard = guard
         self._helpers = helpers
         self._send = send
@@ -132,6 +141,10 @@ class Head:
         """This host's; in a batch job known when its ranks have started."""
         self._attempt: Attempt
         self._start: StartRecord
+        self._copies: CopyWatch | None = None
+        """On storage that all nodes share, as in a batch job, no copies are made."""
+        if job is None and len({node.host for node in gang.nodes}) > 1:
+            self._copies = CopyWatch(run, gang, gang.nodes[0].node_rank, send)
         self._ending: Ending | None
         """Set while the gang is being ended."""
         self._record: EndRecord | None = None
@@ -139,11 +152,15 @@ class Head:
         self._set_attempt(first_attempt)
 
     def _set_attempt(self, number: int) -> None:
-        self._attempt = Attempt(self._run, self._gang, number)
-        self._hangs = HangWatch(self._run, self._gang, self._run.attempt(number), self._send)
-        self._usage = UsageWatch(self._run, self._gang, self._run.attempt(number), self._send)
-        self._start = StartRecord(self._run.attempt(number), self._gang, self._rendezvous)
+        self._attempt = Attempt(self._run, self._members, number)
         self._ending = None
+        self._watch_members()
+
+    def _watch_members(self) -> None:
+        gang, directory = self._members, self._run.attempt(self._attempt.number)
+        self._hangs = HangWatch(self._run, gang, directory, self._send)
+        self._usage = UsageWatch(self._run, gang, directory, self._send)
+        self._start = StartRecord(directory, gang, self._rendezvous)
 
     @property
     def changes_fast(self) -> bool:
@@ -151,14 +168,14 @@ class Head:
 
     def on_report(self, node_rank: int, report: Message, now: float) -> None:
         """Act on the report of a node."""
-        node = self._gang.nodes[node_rank]
+        node = self._gang.node(node_rank)
         kind = report["kind"]
         if kind == "join":
             self._join(node, report, now)
         elif kind in {"missing", "started", "transport", "preflight"}:
             self._on_facts(node, report)
-        elif kind in {"silent", "stack", "stacks_done", "usage"}:
-            (self._usage if kind == "usage" else self._hangs).on_report(node_rank, report, now)
+        elif kind in {"silent", "stack", "stacks_done", "usage", "sending", "copied"}:
+            self._watch_of(kind).on_report(node_rank, report, now)
         elif kind == "rank_ended":
             self._attempt.rank_ended(end_of(report), now)
         elif kind in {"stop_requested", "cancel"}:
@@ -172,7 +189,20 @@ class Head:
         elif kind == "gave_up":
             self.on_loss(node_rank, Loss("given_up", str(report["why"])), now)
         elif kind in {"failed", "parent_gone"}:
-            self._fail(end_of(report) if kind == "failed" else self._loss_of_parent(node, report), now)
+            self._fail(self._failure_of(node, report), now)
+
+    def _watch_of(self, kind: str) -> HangWatch | UsageWatch | CopyWatch:
+        if kind in {"sending", "copied"} and self._copies is not None:
+            return self._copies
+        return self._usage if kind == "usage" else self._hangs
+
+    def _failure_of(self, node: Node, report: Message) -> RankEnd:
+        """Return what a node has reported as the end of all ranks; another attempt may do without that node."""
+        if report["kind"] == "parent_gone":
+            return self._loss_of_parent(node, report)
+        end = end_of(report)
+        goes_on = self._gang.min_nodes is not None and self._attempt.begun is not None and node.node_rank != 0
+        return dataclasses.replace(end, restart="here") if goes_on else end
 
     def _on_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
@@ -191,9 +221,20 @@ class Head:
         """Act on the loss of the link to a node's supervisor."""
         if self.exit_code is not None or node_rank in self.nodes.lost:
             return
-        for node, what in self.nodes.lose(node_rank, why, self._interface):
-            # A batch system that ends a job kills supervisors; it silences no host.
-            self._fail_nodes((node,), what, now, of_node=why.kind == "host_silent" or not self._attempt.stop_reason)
+        losses = self.nodes.lose(node_rank, why, self._interface)
+        if self._copies is not None:
+            self._copies.lose(node_rank)
+        # A batch system that ends a job kills supervisors; it silences no host.
+        of_node = why.kind == "host_silent" or not self._attempt.stop_reason
+        if self._gang.min_nodes is None:
+            for node, what in losses:
+                self._fail_nodes((node,), what, now, of_node=of_node)
+        elif self._attempt.begun is not None and self._ending is None:
+            # Another attempt may do without the node; a spare's loss changes nothing in this one.
+            members = {node.node_rank: node for node in self._members.nodes}
+            for _, what in losses if node_rank in members else ():
+                cause = loss_of_nodes(self._members, (members[node_rank],), what, attempt=self._attempt.begun_in)
+                self._attempt.fail(dataclasses.replace(cause, restart="here", of_node=of_node), now)
         self._confirm(node_rank, [])
 
     def tick(self, now: float) -> None:
@@ -206,6 +247,11 @@ class Head:
             self._await_record(self._record, now)
         elif self._ending is not None:
             if self._ending.is_over(now, waits=self._job is not None and self._job.undecided):
+                if self._gang.min_nodes is not None and (silent := self._ending.unconfirmed - {0}):
+                    loss = Loss("no_answer", "it has not ended its ranks in time")
+                    self.gives_up |= dict.fromkeys(silent, loss)
+                    self._ending.unconfirmed -= silent
+                    return
                 if self._attempt.begun is not None:
                     self._ending.clean_up(self.nodes.lost)
                 self._conclude(self._ending, now)
@@ -214,33 +260,65 @@ class Head:
 
     def _go_on(self, attempt: Attempt, now: float) -> None:
         """Do what is due while the gang starts or runs."""
-        ready = self.nodes.complete and self._preflight.is_over(now)
-        if ready:
+        if ready := self.nodes.choose(now) is not None and self._preflight.is_over(now):
             self._mark_nodes(attempt, now)
         if attempt.begun is None and not attempt.is_over(now):
-            if ready:
-                self._begin(now)
-            elif not self.nodes.complete and (failure := self.nodes.overdue(now)) is not None:
-                self._fail(failure, now)
-            attempt.missing = self.nodes.missing()[0]
-            if waited := self.nodes.note_wait(now):
-                log(self._run, "start_waits", attempt=attempt.number, text=f"{attempt.missing} {waited}")
+            self._await_nodes(attempt, now, ready=ready)
         if self._start.is_due:
             self._record_start(now)
         if attempt.time_limit_approaches(now):
             self._stop(f"the time limit of {self._gang.time_limit_s:g} s approaches", now, time_limit=True)
         attempt.check_time(now)
         if attempt.begun is not None and not attempt.is_over(now):
-            self._look_for_hang(attempt, now)
-            self._usage.tick(self.nodes.present, attempt.begun, now)
+            present = self.nodes.present & {node.node_rank for node in self._members.nodes}
+            self._look_for_hang(attempt, present, now)
+            self._usage.tick(present, attempt.begun, now)
+            self._look_for_nodes(attempt, attempt.begun, now)
+            if self._copies is not None:
+                self._copies.tick(self.nodes.present, now)
         if attempt.is_over(now):
             attempt.decide()
             self._ending = Ending(self._gang, self.nodes.present, now)
             self._send_all({"kind": "kill", "whole_gang": False})
 
-    def _look_for_hang(self, attempt: Attempt, now: float) -> None:
+    def _await_nodes(self, attempt: Attempt, now: float, *, ready: bool) -> None:
+        """Start the ranks once the nodes are `ready`, and the newest checkpoint is on the first of them."""
+        chosen = self.nodes.choose(now)
+        if chosen is not None and ready:
+            if self._copies is None or not self._copies.fetches(now):
+                self._take_part(chosen)
+                self._begin(now)
+        elif chosen is None and (failure := self.nodes.overdue(now)) is not None:
+            self._fail(failure, now)
+        attempt.missing = self.nodes.missing()[0]
+        if waited := self.nodes.note_wait(now):
+            log(self._run, "start_waits", attempt=attempt.number, text=f"{attempt.missing} {waited}")
+
+    def _take_part(self, chosen: tuple[int, ...]) -> None:
+        """Let these nodes take part in the attempt, and log what differs from the one before."""
+        if self._gang.min_nodes is None:
+            return
+        text = self.nodes.explain(chosen)
+        self.nodes.take(chosen)
+        if text:
+            log(self._run, "nodes_changed", attempt=self._attempt.number, nodes=chosen, text=text)
+        self._members = self._rendezvous.gang = self._attempt.gang = self._gang.of_nodes(chosen)
+        self._watch_members()
+
+    def _look_for_nodes(self, attempt: Attempt, begun: float, now: float) -> None:
+        """Ask for a stop at a checkpoint once more nodes could take part than do."""
+        if self._gang.min_nodes is None or attempt.stop_reason is not None or now < begun + _SETTLE_S:
+            return
+        chosen = self.nodes.choose(now, since=now - _SETTLE_S)
+        asks = attempt.asks or is_file(self._run.attempt(attempt.number).asked)
+        if chosen is None or len(chosen) <= len(self._members.nodes) or not (self._start.written and asks):
+            return
+        attempt.regroups = True
+        self._stop(self.nodes.explain(chosen), now)
+
+    def _look_for_hang(self, attempt: Attempt, present: set[int], now: float) -> None:
         """Do what the spec asks for where ranks show no progress; their stacks are written by then."""
-        hang = self._hangs.tick(self.nodes.present, attempt.running, now, judges=attempt.stop_reason is None)
+        hang = self._hangs.tick(present, attempt.running, now, judges=attempt.stop_reason is None)
         if hang is None:
             return
         self._helpers.on_event("hang", attempt.number, hang.text)
@@ -249,25 +327,29 @@ class Head:
             attempt.fail(failure_of_hang(hang, self._gang), now)
 
     def _mark_nodes(self, attempt: Attempt, now: float) -> None:
-        """Record what the preflight has found; a node whose ranks need not start ends the start."""
+        """Record what the preflight has found; a node whose ranks need not start ends the start, or is left out."""
         for found in self._preflight.take():
-            host = self._gang.nodes[found.node_rank].host
+            host = self._gang.node(found.node_rank).host
             log(self._run, "node_marked", attempt=attempt.number, host=host, why=found.why, failed=found.failed)
-            if found.failed:
+            if found.failed and self._gang.min_nodes is not None and found.node_rank != 0:
+                self.nodes.leave_out(found.node_rank, f"its preflight failed: {found.why}")
+            elif found.failed:
                 error = f"the preflight of node {found.node_rank} on {host} failed: {found.why}"
                 self._fail(RankEnd(rank=None, host=host, error=error, restart="another job", of_node=True), now)
 
     def _join(self, node: Node, report: Message, now: float) -> None:
-        self.nodes.join(node, report)
+        self.nodes.join(node, report, now)
         if report.get("check"):
             self._preflight.expect(node.node_rank, now)
+        if self._copies is not None:
+            self._copies.on_join(node.node_rank, report)
         if self.exit_code is not None:
             self._finish(self.exit_code)
 
     def _on_supervisor_end(self, node_rank: int, exit_code: int, now: float) -> None:
         """Act on the end of a supervisor that has not joined; the loss of its link reports that of another one."""
         if node_rank not in self.nodes.pids:
-            node = self._gang.nodes[node_rank]
+            node = self._gang.node(node_rank)
             what = f"supervisor of node {node_rank} on {node.host} {spell_exit(exit_code)}"
             self._fail_nodes((node,), what, now)
 
@@ -277,10 +359,10 @@ class Head:
         if report["one_node"]:
             what, place = f"{node.host} lost the command that carries the run", node
         attempt = self._attempt.begun_in
-        return loss_of_nodes(self._gang, self._gang.nodes, what, attempt=attempt, place=place, whose="")
+        return loss_of_nodes(self._gang, self._members.nodes, what, attempt=attempt, place=place, whose="")
 
     def _begin(self, now: float) -> None:
-        attempt, gang = self._attempt, self._gang
+        attempt, gang = self._attempt, self._members
         try:
             demand_own(self._run.path)
             self._rendezvous.open(attempt.number, self.nodes.reached)
@@ -294,6 +376,7 @@ class Head:
             log(self._run, "preflight", attempt=attempt.number, nodes=facts)
         networks = self.nodes.faster_networks(self._rendezvous.address)
         order = self._rendezvous.start_order(attempt.number, self._restarts.before(attempt), networks)
+        order |= {} if gang is self._gang else {"nodes": [node.node_rank for node in gang.nodes]}
         for node in gang.nodes:
             listener = {"listener": self._rendezvous.listener} if node is gang.nodes[0] else {}
             self._send(node.node_rank, order | listener)
@@ -336,6 +419,10 @@ class Head:
         if self._ending is not None:
             self._restarts.final = True  # a request to stop also forbids another start
             return
+        if self._attempt.regroups and self._attempt.stop_reason is not None:
+            # The ranks stop already, for another node to take part; now the run is to end there.
+            self._attempt.regroups, self._attempt.stop_reason = False, reason
+            log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason, asks=self._attempt.asks)
         if not self._attempt.stop(reason, now, time_limit=time_limit):
             return
         self._attempt.asks |= is_file(self._run.attempt(self._attempt.number).asked)
@@ -348,10 +435,10 @@ class Head:
         self._fail(dataclasses.replace(cause, of_node=of_node), now)
 
     def _fail(self, failure: RankEnd, now: float) -> None:
-        """Note a failure after which these supervisors start nothing again."""
+        """Note a failure after which these supervisors start nothing again, unless the failure says otherwise."""
         if self._job is not None and failure.restart == "another job":
             self._restarts.incomplete = True
-        else:
+        elif failure.restart != "here":
             self._restarts.final = True
         if self._ending is None:
             self._attempt.fail(failure, now)
@@ -374,6 +461,7 @@ class Head:
         if restart != "none":
             end = dataclasses.replace(end, will_restart=True, needs_job=restart == "another job")
         if restart == "here":
+            self._restarts.uncounted += attempt.regroups and end.outcome == "STOPPED"
             restarts_left = self._job is not None and self._restarts.before(attempt) + 1 < self._gang.restarts
             self._guard.update(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
         self._record = EndRecord(self._run.attempt(attempt.number), end, self._gang.token)
@@ -391,6 +479,7 @@ class Head:
         self._rendezvous.close()
         if end.will_restart and not end.needs_job:
             self._set_attempt(number + 1)
+            self.nodes.wait_anew(now)
         else:
             self._finish(self._exit_code(end))
 
@@ -482,8 +571,8 @@ class JoinedNodes:
     def __init__(self, gang: Gang, *, timeout_s: float, now: float) -> None:
         self.pids: dict[int, int] = {}
         """Of the supervisors that have joined, by node rank."""
-        self.lost: set[int] = set()
-        """Node ranks."""
+        self.lost: dict[int, str] = {}
+        """Why, by node rank."""
         self.reached: dict[int, str] = {}
         """The address at which each other node has reached the head."""
         self._links: dict[int, dict[str, int]] = {}
@@ -491,6 +580,13 @@ class JoinedNodes:
         self.given_up = False
         """True once nodes or tasks are missing, and the time is up."""
         self._gang = gang
+        self._joined: dict[int, float] = {}
+        """When each node that is there has joined, by node rank."""
+        self._taken = tuple(node.node_rank for node in gang.members)
+        """The nodes of the last attempt."""
+        self._losses: dict[int, str] = {}
+        """Why nodes were lost since it began."""
+        self._left_out: set[int] = set()
         self._timeout_s = timeout_s
         self._until = now + timeout_s
         self._note_s = min(_NOTE_WAIT_S, timeout_s / 2)
@@ -503,13 +599,17 @@ class JoinedNodes:
     @property
     def present(self) -> set[int]:
         """The ranks of the nodes that have joined and are not lost."""
-        return set(self.pids) - self.lost
+        return set(self.pids) - self.lost.keys()
 
     def may_join(self, node_rank: int) -> bool:
-        return node_rank not in self.pids and 0 <= node_rank < len(self._gang.nodes)
+        """Return whether a node may join; a lost one may do so again where another attempt can take it in."""
+        is_new = node_rank not in self.pids or (self._gang.min_nodes is not None and node_rank in self.lost)
+        return is_new and 0 <= node_rank < len(self._gang.nodes)
 
-    def join(self, node: Node, report: Message) -> None:
+    def join(self, node: Node, report: Message, now: float) -> None:
         """Count a supervisor."""
+        self.lost.pop(node.node_rank, None)
+        self._joined[node.node_rank] = now
         pid = self.pids[node.node_rank] = int(report["pid"])
         self.expect(node.node_rank, report)
         self._links[node.node_rank] = dict(report.get("links", {}))
@@ -528,8 +628,10 @@ class JoinedNodes:
         `interface`: the one that carries the gang's traffic on this host. `given_up`: the node counts this one as lost,
         as it does after this process was stopped for long.
         """
-        self.lost.add(node_rank)
-        node, own = self._gang.nodes[node_rank], self._gang.nodes[0]
+        self.lost[node_rank] = self._losses[node_rank] = str(why)
+        self._joined.pop(node_rank, None)
+        self.expect(node_rank, {})
+        node, own = self._gang.node(node_rank), self._gang.nodes[0]
         if why.kind == "given_up":
             return [(own, f"node 0 on {own.host} was given up by node {node_rank} on {node.host}: {why}")]
         name = f"supervisor of node {node_rank} on {node.host} (pid {self.pids[node_rank]})"
@@ -544,9 +646,57 @@ class JoinedNodes:
         """Return the networks that NCCL's sockets take in place of the one of the master's address."""
         return faster_networks([self._links[node_rank] for node_rank in sorted(self._links)], master_addr)
 
-    @property
-    def complete(self) -> bool:
-        return len(self.pids) == len(self._gang.nodes) and not any(self._unready.values()) and not self._in_setup
+    def choose(self, now: float, *, since: float = math.inf) -> tuple[int, ...] | None:
+        """Choose the nodes of the next attempt; None: it has to wait. `since`: nodes that joined later do not count.
+
+        It waits for nodes that may still come, but not for those that were lost, unless there are too few without them.
+        """
+        busy = self._in_setup | {node_rank for node_rank, ranks in self._unready.items() if ranks}
+        absent = len(self.pids) < len(self._gang.nodes)
+        head_is_busy = self._gang.nodes[0].node_rank in busy
+        if head_is_busy or ((busy or absent) and (self._gang.min_nodes is None or now < self._until)):
+            return None
+        busy |= self._left_out
+        there = [each for each, joined in self._joined.items() if joined <= since and each not in busy]
+        return self._gang.choose_nodes(sorted(there, key=lambda each: (each not in self._taken, each)))
+
+    def leave_out(self, node_rank: int, why: str) -> None:
+        """Let a node take part in no attempt any more."""
+        self._left_out.add(node_rank)
+        self._losses[node_rank] = why
+
+    def take(self, chosen: tuple[int, ...]) -> None:
+        """Note which nodes take part in the attempt that begins."""
+        self._taken = chosen
+        self._losses.clear()
+
+    def explain(self, chosen: Sequence[int]) -> str:
+        """Say why an attempt with these nodes has others than the one before; empty: it has the same."""
+        came = [node_rank for node_rank in chosen if node_rank not in self._taken]
+        facts = []
+        for node_rank in self._taken:
+            if node_rank in self._losses:
+                what = "is left out" if node_rank in self._left_out else "was lost"
+                fact = f"{self._name(node_rank)} {what} ({self._losses[node_rank]})"
+                if node_rank in chosen:
+                    fact += " and has come back"
+                elif came:
+                    spare = ", a spare," if self._gang.node(came[0]).spare else ""
+                    fact += f"; {self._name(came.pop(0))}{spare} took its place"
+                facts.append(fact)
+        if came:
+            facts.append(f"{' and '.join(map(self._name, came))} can take part again")
+        if len(chosen) != len(self._taken):
+            facts.append(f"the run goes on with {len(chosen)} of {len(self._gang.members)} nodes")
+        return "; ".join(facts)
+
+    def _name(self, node_rank: int) -> str:
+        return f"node {node_rank} on {self._gang.node(node_rank).host}"
+
+    def wait_anew(self, now: float) -> None:
+        """Let the start of another attempt wait as long as the first one may."""
+        self._until = now + self._timeout_s
+        self._note_at = now + self._note_s
 
     def overdue(self, now: float) -> RankEnd | None:
         """Name the nodes and tasks that are missing once the time is up."""
@@ -554,26 +704,31 @@ class JoinedNodes:
             return None
         self.given_up = True
         what, nodes = self.missing()
-        error, absent = f"{what} within {self._timeout_s:g} s", nodes[0].node_rank not in self.pids
+        error, absent = f"{what} within {self._timeout_s:g} s", nodes[0].node_rank not in self.present
+        if self._gang.min_nodes is not None:
+            number = len(self.present)
+            there = f"{format_count(number, 'node')} {'is' if number == 1 else 'are'} there"
+            error += f"; {there}, and min_nodes is {self._gang.min_nodes}"
         return RankEnd(rank=None, host=nodes[0].host, error=error, restart="another job", of_node=absent)
 
     def missing(self) -> tuple[str, list[Node]]:
         """Name the nodes and tasks that are missing now; return those nodes, too."""
-        absent = [node for node in self._gang.nodes if node.node_rank not in self.pids]
+        absent = [node for node in self._gang.nodes if node.node_rank not in self.present]
         unready = [node for node in self._gang.nodes if self._unready.get(node.node_rank)]
         missing = []
         if absent:
-            missing.append(" and ".join(f"node {node.node_rank} on {node.host}" for node in absent) + " did not join")
+            names = " and ".join(self._name(node.node_rank) for node in absent)
+            missing.append(f"{names} did not {'come back' if self.lost else 'join'}")
         for node in unready:
             missing.append(f"the tasks of {spell_ranks(self._unready[node.node_rank])} on {node.host} did not start")
-        busy = [self._gang.nodes[node_rank] for node_rank in sorted(self._in_setup)]
+        busy = [self._gang.node(node_rank) for node_rank in sorted(self._in_setup)]
         if busy:
             missing.append(f"the setup lines on {', '.join(node.host for node in busy)} did not end")
         return " and ".join(missing), absent + unready + busy
 
     def note_wait(self, now: float) -> str:
         """Return once, when the start has waited for long, for how long that is."""
-        if now < self._note_at or self.complete:
+        if now < self._note_at or not self.missing()[0]:
             return ""
         self._note_at = float("inf")
         return f"within {self._note_s:g} s; the start waits up to {self._timeout_s:g} s"
@@ -629,11 +784,10 @@ class Ending:
 
     def _add_leftovers(self, end: AttemptEnd) -> AttemptEnd:
         """Add to the end's reason what may be left, and where."""
-        nodes = self._gang.nodes
-        missing = [nodes[node_rank] for node_rank in sorted(self.unconfirmed)]
+        missing = [self._gang.node(node_rank) for node_rank in sorted(self.unconfirmed)]
         places = [f"node {node.node_rank} on {node.host} did not confirm its end" for node in missing]
         places += [
-            f"processes {', '.join(map(str, pids))} on {nodes[node_rank].host} could not be killed"
+            f"processes {', '.join(map(str, pids))} on {self._gang.node(node_rank).host} could not be killed"
             for node_rank, pids in sorted(self._left.items())
         ]
         return dataclasses.replace(end, reason="; ".join([end.reason, *places]))

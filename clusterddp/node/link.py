@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 1.0
 PROCESS_ENDED = Loss("process_ended", "its process has ended")
 """The other host refuses connections to the port of the process."""
+LINK_LOST = Loss("broken", "it had lost the link to node 0")
 _MAX_MESSAGE = 512 * 1024
 SUPERVISORS = Protocol(
     name="supervisor",
@@ -367,11 +368,13 @@ class HeadElsewhere:
         in_job: bool,
         probes: bool = False,
         now: float,
+        search_s: float | None = None,
     ) -> None:
         """`listener`: the head connects to it after a connection broke, to test whether this process lives.
 
         `probes`: the link is measured. `known`: the address where the head listens already; None: it starts to listen
-        at one of the candidates.
+        at one of the candidates. `search_s`: for so long the head is searched again, after its loss; None: it is
+        searched for the first time.
         """
         self.exit_code: int | None = None
         """Set when the supervisor is to exit as soon as nothing of its node is left."""
@@ -379,14 +382,16 @@ class HeadElsewhere:
         self.joined = False
         """True once the head has accepted this node."""
         self._token = gang.token
-        self._node = gang.nodes[node_rank]
+        self._node = gang.node(node_rank)
         self._selector = selector
         self._listener = listener
         self._search = search
         self._known = known
         self._in_job = in_job
+        self._is_elastic = gang.min_nodes is not None
         self._start_timeout_s = gang.start_timeout_s
-        self._join_until = now + gang.start_timeout_s
+        self._searches_again = search_s is not None
+        self._join_until = now + (gang.start_timeout_s if search_s is None else search_s)
         self._connect_until = now + min(_CONNECT_S, gang.start_timeout_s)
         self._session = ""
         self._now = now
@@ -398,12 +403,19 @@ class HeadElsewhere:
     @property
     def polls_fast(self) -> bool:
         """True while something is to be done at once, or things change within milliseconds."""
-        return not self.joined or self._peer.broken
+        return (not self.joined and not self._searches_again) or self._peer.broken
+
+    def close(self) -> None:
+        """Stop listening; the head is searched by another one."""
+        self._search.close()
+        self._listener.close()
 
     def report(self, message: Message) -> None:
         """Send the head a message."""
         if self.head_lost is None:
             self._peer.send(message)
+        if self._searches_again and not self.joined and message["kind"] == "cancel":
+            self._peer.lose(Loss("given_up", str(message["reason"])))
         if self._in_job and message.get("signal") == "SIGTERM" and self._peer.is_quiet(self._now):
             self._peer.lose(HOST_SILENT)  # the batch system has found the same, and is about to kill the job
 
@@ -427,13 +439,13 @@ class HeadElsewhere:
             log_line(f"node 0's supervisor is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost
             self.exit_code = 1
-            orders.append({"kind": "kill", "whole_gang": True})
+            orders.append({"kind": "kill", "whole_gang": not self._is_elastic})
         return orders
 
     def report_fatal_error(self, error: str) -> None:
         """Report an error that ends this supervisor."""
         node = self._node
-        self.report(report_of("failed", RankEnd(rank=min(node.ranks), host=node.host, error=error)))
+        self.report(report_of("failed", RankEnd(rank=min(node.ranks, default=None), host=node.host, error=error)))
         behind = time.monotonic() - self._now  # on the supervisor's clock, which does not tick any more
         until = self._now + _REPORT_FATAL_S
         while self.head_lost is None and (now := time.monotonic() - behind) < until:
@@ -477,6 +489,11 @@ class HeadElsewhere:
         # A head that is known to listen may refuse, or not answer in time.
         loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")
         late = not self._search.answered and now >= self._connect_until
+        if self._searches_again:
+            if loss.kind == "refused" or now >= self._join_until:
+                self._search.close()
+                self._peer.lose(PROCESS_ENDED if loss.kind == "refused" else loss)
+            return []
         if loss.kind == "refused" or late:
             raise ClusterddpError(f"node 0's supervisor at {known['host']}:{known['port']} cannot be reached: {loss}")
         if now >= self._join_until:
@@ -567,6 +584,8 @@ class HeadHere:
             peer.keep_up(now)
             if self.head.node_is_down and peer.is_quiet(now):
                 peer.lose(HOST_SILENT)
+            elif (why := self.head.gives_up.pop(node_rank, None)) is not None:
+                peer.give_up(why)
             if peer.lost is not None:
                 self._given_up[node_rank] = peer.lost
                 del self._peers[node_rank]
@@ -597,6 +616,9 @@ class HeadHere:
     def _join(self, connection: Connection, join: Message, now: float) -> None:
         assert self.head is not None
         node_rank = int(join["node_rank"])
+        if join.get("again") and (before := self._peers.pop(node_rank, None)) is not None:
+            before.lose(LINK_LOST)  # found first at its other end
+            self.head.on_loss(node_rank, LINK_LOST, now)
         if self.head.nodes.may_join(node_rank):
             address = (connection.peer_address, int(join["port"]))
             peer = Peer(self._limits, lambda now: Attempt(address, now), when_quiet=False)

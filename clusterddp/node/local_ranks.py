@@ -109,7 +109,10 @@ class LocalRanks:
         """`spared`: descendants of this process that the cleanup leaves alone."""
         self._run = run
         self._gang = gang
+        self._members = gang
+        """The gang of the attempt."""
         self._node = node
+        """With its ranks in the attempt."""
         self._starter = starter
         self._preparation = preparation
         self._report = report
@@ -224,9 +227,12 @@ class LocalRanks:
 
     def _start(self, order: Message, now: float) -> None:
         self.attempt_number, self.ordered = int(order["attempt"]), True
-        node, directory = self._node, self._run.attempt(self.attempt_number)
+        directory = self._run.attempt(self.attempt_number)
+        if "nodes" in order:
+            self._members = self._gang.of_nodes(order["nodes"])
+        node = self._node = self._members.node(self._node.node_rank)
         try:
-            network = find_rank_network(self._gang, node, order)
+            network = find_rank_network(self._members, node, order)
             port = int(order["master_port"])
             watch = ConnectionWatch(network.gang.master_addr, port, now)
             self.interface = network.interface
@@ -346,7 +352,7 @@ class LocalRanks:
 
     def _fail(self, error: str) -> None:
         # It may follow from the end of a rank, which was reported first; of two equal failures the first one counts.
-        end = RankEnd(rank=min(self._node.ranks), host=self._node.host, error=error, weight=OWN)
+        end = RankEnd(rank=min(self._node.ranks, default=None), host=self._node.host, error=error, weight=OWN)
         self._report(report_of("failed", end))
 
 

@@ -33,7 +33,8 @@ class Rendezvous:
     def __init__(self, gang: Gang, seed: str) -> None:
         self.address = gang.master_addr
         self.port = 0
-        self._gang = gang
+        self.gang = gang
+        """That of the attempt."""
         self._seed = seed
         self._holder: socket.socket | None = None
 
@@ -42,12 +43,12 @@ class Rendezvous:
 
         Raises: ClusterddpError: no port is free, or this host lacks the interface that the spec names.
         """
-        if not self._gang.master_addr:
-            self.address = choose_address(self._gang, reached)
-        if self._gang.master_port is None:
+        if not self.gang.master_addr:
+            self.address = choose_address(self.gang, reached)
+        if self.gang.master_port is None:
             self._holder, self.port = reserve_port(f"{self._seed}:{attempt}", listening=self._listens)
         else:
-            self.port = self._gang.master_port
+            self.port = self.gang.master_port
             self._holder = hold_port(self.port, listening=self._listens)
 
     def start_order(self, attempt: int, restart: int, networks: object) -> Message:
@@ -68,7 +69,7 @@ class Rendezvous:
 
     @property
     def _listens(self) -> bool:
-        return self._gang.world_size > 1 and self._gang.entry.takes_listener
+        return self.gang.world_size > 1 and self.gang.entry.takes_listener
 
     def close(self) -> None:
         """Release the port."""

@@ -9,20 +9,22 @@ attempt's `end.json` before it exits. SIGTERM, SIGINT and SIGUSR2 ask all ranks 
 
 Kinds of messages between a node and the head, by direct call on node 0, over a link (link.py) elsewhere:
 
-* Reports: `join` (pid, node_rank; missing: ranks whose tasks have not connected; setup: the setup lines still run;
-  check: a preflight runs; links: see socket_links.py), `missing` (missing, setup), `preflight` (awaited: the start
-  waits for it; a NodeHealth, or link: MB/s to the head), `filler` (data, to measure the link), `started` (interface,
-  address, why, nccl_interfaces, python), `transport` (a Transport), `rank_ended` (a RankEnd), `stop_requested` (reason,
-  signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node), `failed` (a RankEnd), `ended` (left:
-  pids that cannot be killed; connected: a connection to the master was seen), `supervisor_ended` (node_rank,
-  exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a RankStack), `stacks_done` (id),
-  `usage` (asked, received, sent; ranks: see usage_watch.py).
-* Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets), `preflight` (seconds:
-  measure the node again; or link: the link), `stop` (reason), `kill` (whole_gang), `stacks` (id), `usage` (asked,
-  most), `finish` (exit_code).
+* Reports: `join` (pid, node_rank; checkpoint: the newest one here; missing: ranks whose tasks have not connected;
+  setup: the setup lines still run; check: a preflight runs; links: see socket_links.py), `missing` (missing, setup),
+  `preflight` (awaited: the start waits for it; a NodeHealth, or link: MB/s to the head), `filler` (data, to measure the
+  link), `started` (interface, address, why, nccl_interfaces, python), `transport` (a Transport), `rank_ended` (a
+  RankEnd), `stop_requested` (reason, signal; ordered: by the head), `cancel` (reason), `parent_gone` (pid, one_node),
+  `failed` (a RankEnd), `ended` (left: pids that cannot be killed; connected: a connection to the master was seen),
+  `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a
+  RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see usage_watch.py), `sending` (name, host,
+  port), `copied` (name, bytes or error: see copies.py).
+* Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets; nodes: those that take
+  part, where they may differ), `preflight` (seconds: measure the node again; or link: the link), `stop` (reason),
+  `kill` (whole_gang), `stacks` (id), `usage` (asked, most), `send` (name), `receive` (name, host, port, prunes),
+  `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.
-* Without a number (link.py): `join`, here with port; `join_again` (node_rank, session, received); the answer to both,
-  `welcome` (session, received); `heartbeat` (received).
+* Without a number (link.py): `join`, here with port (again: after a loss of the link); `join_again` (node_rank,
+  session, received); the answer to both, `welcome` (session, received); `heartbeat` (received).
 """
 
 from __future__ import annotations
@@ -46,6 +48,7 @@ from clusterddp.network.port import walk_ports
 from clusterddp.network.rendezvous.client import Search
 from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import report_links
+from clusterddp.node.copies import Copies, newest_here
 from clusterddp.node.guard import Guard, clean_up
 from clusterddp.node.head import Head, JobWatch
 from clusterddp.node.helpers import Helpers
@@ -69,9 +72,18 @@ from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, r
 from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children, RankStarter
 from clusterddp.ranks.environment import inherited_environment
-from clusterddp.run.attempts import AttemptEnd, close_attempt, failed_by, later_claimed, loss_of_nodes, read_end
+from clusterddp.run.attempts import (
+    AttemptEnd,
+    cancelled,
+    close_attempt,
+    failed_by,
+    later_claimed,
+    loss_of_nodes,
+    read_end,
+)
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RankEnd
+from clusterddp.run.stop import cancel_reason
 from clusterddp.run.supervisors import JobOrder, SupervisorOrder
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import set_storage_timeout
@@ -83,6 +95,8 @@ GUARD_PATIENCE_S = 4.0
 """How long the guard of a head that was killed has to record the end when its host is up."""
 STEP_PATIENCE_S = 10.0
 """The same in a batch job, for the head itself, too."""
+_SEARCH_S = 24 * 3600.0
+"""How long a node that has lost the head searches it, where the run may go on without the node."""
 _LOOK_EVERY_S = 2.0
 """Between two looks for a later attempt of the run."""
 LINK_PORTS = 16
@@ -125,6 +139,8 @@ def end_by_lost_head(order: SupervisorOrder, attempt: AttemptDir, loss: Loss, in
 
     `interface`: the one that carries the gang's traffic on this host.
     """
+    if order.gang.min_nodes is not None and is_file(order.run.cancel_file):
+        return cancelled(cancel_reason(order.run))
     lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss}"
     if loss.kind == "given_up":
         lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss}"
@@ -166,6 +182,7 @@ class Supervisor:
         self, order: SupervisorOrder, parent: Parent, signals: Signals, guard: Guard, place: JobPlace | None
     ) -> None:
         self._order = order
+        self._guard = guard
         self._signals = signals
         self._parent = parent
         self._parent_bound = order.parent_bound
@@ -193,6 +210,7 @@ class Supervisor:
             assert place is not None
             job = place.watch_job(order.job, environment, self._clock, order.gang.stop_lead_s)
         self._helpers = Helpers(order, environment)
+        self._copies = Copies(order, environment, self._report)
         self.uplink: Uplink = reach_head(
             order,
             self._selector,
@@ -202,8 +220,8 @@ class Supervisor:
             job=job,
             now=self._clock.now,
         )
-        self._check = NodeCheck(order, self.uplink.report)
-        parts = (guard, self._helpers, self._preparation, self._check, children, job)
+        self._check = NodeCheck(order, self._report)
+        parts = (guard, self._helpers, self._preparation, self._check, children, job, self._copies)
         self._parts = [part for part in parts if part is not None]
         """What has started processes, and learns which of them have ended."""
         self._look_at = 0.0 if order.job is not None else float("inf")
@@ -217,8 +235,8 @@ class Supervisor:
             first_attempt=order.attempt,
             starter=rank_starter,
             preparation=self._preparation,
-            report=self.uplink.report,
-            spared=lambda: frozenset([guard.pid, *self._helpers.pids]),
+            report=self._report,
+            spared=lambda: frozenset([guard.pid, *self._helpers.pids, *self._copies.pids]),
         )
 
     def run(self) -> int:
@@ -238,17 +256,26 @@ class Supervisor:
                 self._look_for_takeover(now)
             while orders := self.uplink.pump(now):
                 for order in orders:
-                    if order["kind"] in {"kill", "finish"}:
-                        self._preparation.end()
-                    elif order["kind"] == "preflight" and "seconds" in order:
-                        self._check.measure(float(order["seconds"]))
-                    self._ranks.obey(order, now)
+                    self._obey(order, now)
             if self._order.over_ssh and not self._order.is_head and not self._joined and self.uplink.joined:
                 self._joined = True
                 with contextlib.suppress(BrokenPipeError):
                     print(json.dumps({"joined": True}), flush=True)
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
+
+    def _obey(self, order: Message, now: float) -> None:
+        if order["kind"] in {"kill", "finish"}:
+            self._preparation.end()
+        elif order["kind"] == "start":
+            self._guard.update(attempt=int(order["attempt"]))
+        elif order["kind"] == "preflight" and "seconds" in order:
+            self._check.measure(float(order["seconds"]))
+        self._ranks.obey(order, now)
+        self._copies.obey(order)
+
+    def _report(self, message: Message) -> None:
+        self.uplink.report(message)  # that of now: after a loss there is another one
 
     def _find_missing(self) -> Message:
         """Return what the start waits for: ranks whose tasks have not connected, and the setup lines."""
@@ -265,8 +292,34 @@ class Supervisor:
             self._preparation.error = None
             self.uplink.report(report_of("failed", error))
 
+    def _join_anew(self, now: float) -> None:
+        """Search the head again, with no ranks left; it takes this node into a later attempt."""
+        gang = self._order.gang
+        assert gang.min_nodes is not None
+        goes_on = len(gang.nodes) > gang.min_nodes
+        log_line("this node searches node 0's supervisor again, to take part in a later attempt")
+        self._record_at = None
+        assert isinstance(self.uplink, HeadElsewhere)
+        self.uplink.close()
+        self.uplink = reach_head(
+            self._order,
+            self._selector,
+            guard=self._guard,
+            helpers=self._helpers,
+            missing=self._missing,
+            job=None,
+            now=now,
+            search_s=_SEARCH_S if goes_on else gang.start_timeout_s,
+        )
+
     def _is_done(self, now: float) -> bool:
         loss = self.uplink.head_lost
+        # The head may go on without this node.
+        goes_on = loss is not None and self.uplink.joined and loss.kind != "process_ended"
+        if goes_on and self._order.gang.min_nodes is not None and not is_file(self._order.run.cancel_file):
+            if self._ranks.idle:
+                self._join_anew(now)
+            return False
         if loss is None or not self._order.spans_hosts:  # on one host the guard of the head records the end
             return self._ranks.idle
         if self._record_at is None:
@@ -307,7 +360,7 @@ class Supervisor:
             end = None if self._ranks.ordered else read_end(self._order.run.attempt(self._order.attempt))
         if later is not None:
             error = f"attempt {later} of the run has begun elsewhere"
-            failure = RankEnd(rank=min(node.ranks), host=node.host, error=error)
+            failure = RankEnd(rank=min(node.ranks, default=None), host=node.host, error=error)
         elif end is not None and end.root_cause is not None:
             failure = end.root_cause
         else:
@@ -414,13 +467,18 @@ def reach_head(
     missing: Message,
     job: JobWatch | None,
     now: float,
+    search_s: float | None = None,
 ) -> Uplink:
     """Start the head, or the search for it; `missing`: what the start waits for on this node.
+
+    `search_s`: for so long the head is searched again, after its loss.
 
     Raises: OSError, ClusterddpError: no port is free to listen at.
     """
     join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), **missing}
-    join["check"] = is_checked(order)
+    join["check"] = is_checked(order) and search_s is None
+    join |= {} if search_s is None else {"again": True}
+    join |= {} if order.job is not None else {"checkpoint": newest_here(order.run)}
     if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
         # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
         join["links"] = report_links(read_links())
@@ -473,6 +531,7 @@ def reach_head(
         in_job=order.job is not None,
         probes=join["check"],
         now=now,
+        search_s=search_s,
     )
 
 

@@ -98,7 +98,7 @@ class UsageWatch:
         if collection is None or report.get("asked") != collection.asked_at:
             return
         collection.awaited.discard(node_rank)
-        own = set(self._gang.nodes[node_rank].ranks)
+        own = {rank for node in self._gang.nodes if node.node_rank == node_rank for rank in node.ranks}
         try:
             node = build(_NODE, report)
             ranks = {int(rank): build(_RANK, each) for rank, each in node["ranks"].items()}

@@ -101,7 +101,8 @@ def demand_success(run: RunDir, view: RunView) -> list[Any]:
     Raises: RankError: the call of a rank raised an exception. RunFailedError, RunCancelledError: the run ended
     otherwise, or a rank left no result.
     """
-    gang, attempt = read_gang(run), run.newest_attempt()
+    attempt = run.newest_attempt()
+    gang = read_gang(run, attempt)
     ranks = list(range(gang.world_size)) if gang.entry.is_call else []
     if view.state is not RunState.COMPLETED:
         cause = view.end.root_cause if view.end else None

@@ -212,7 +212,8 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
     """Place all nodes of the spec on one machine, each with its own GPUs."""
     per_node = job.resources.ranks_per_node
     gpus_per_node, device_notes = _gpus_per_node(job, machine)
-    gpus = free_gpus(job.name, job.resources.nodes * gpus_per_node, machine)
+    num_nodes = job.resources.nodes
+    gpus = free_gpus(job.name, (num_nodes + job.num_spares) * gpus_per_node, machine)
     backend = _backend(job, gpus_per_node, len(machine.gpus))
     if backend == "nccl" and job.resources.world_size > 1:
         _refuse_shared_cards(job.name, gpus, machine)
@@ -221,10 +222,11 @@ def plan_placement(job: JobSpec, machine: Machine) -> Placement:
         Node(
             node_rank=node_rank,
             host=machine.host,
-            ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)),
+            ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)) if node_rank < num_nodes else (),
+            spare=0 if node_rank < num_nodes else per_node,
             gpus=gpus[node_rank * gpus_per_node : (node_rank + 1) * gpus_per_node],
         )
-        for node_rank in range(job.resources.nodes)
+        for node_rank in range(num_nodes + job.num_spares)
     )
     return Placement(
         nodes=nodes,
@@ -252,6 +254,7 @@ def assign_gpus(name: str, nodes: tuple[Node, ...], machine: Machine) -> tuple[N
             node_rank=node.node_rank,
             host=machine.host,
             ranks=node.ranks,
+            spare=node.spare,
             gpus=tuple(next(free) for _ in node.gpus),
         )
         for node in nodes
@@ -267,13 +270,14 @@ def _gpus_per_node(job: JobSpec, machine: Machine) -> tuple[int, list[str]]:
     if job.device == "cpu" or resources.gpus_per_node == 0:
         return 0, []
     wanted = resources.gpus_per_node or resources.ranks_per_node
-    total = resources.nodes * wanted
+    total = (resources.nodes + job.num_spares) * wanted
     if total <= len(machine.gpus):
         return wanted, []
     if job.device == "auto" and resources.gpus_per_node is None:
         few = f"{format_count(total, 'rank')} on the CPU: this machine shows {format_count(len(machine.gpus), 'GPU')}"
         return 0, [few] if machine.gpus else []
-    asked = f"{format_count(resources.nodes, 'node')} x {format_count(wanted, 'GPU')} = {format_count(total, 'GPU')}"
+    nodes = format_count(resources.nodes + job.num_spares, "node")
+    asked = f"{nodes} x {format_count(wanted, 'GPU')} = {format_count(total, 'GPU')}"
     raise PreflightError(
         f"{job.name} asks for {asked} on one machine; this machine shows {len(machine.gpus)}",
         hint=CPU_HINT,

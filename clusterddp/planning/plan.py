@@ -109,7 +109,7 @@ class Plan(Written):
     script. It is not in plan.json."""
 
     def __repr__(self) -> str:
-        nodes, ranks = format_count(len(self.gang.nodes), "node"), format_count(self.gang.num_ranks, "rank")
+        nodes, ranks = format_count(len(self.gang.members), "node"), format_count(self.gang.num_ranks, "rank")
         return f"<Plan of {self.name}: {ranks} on {nodes}, launcher {self.launcher}, run {self.run}>"
 
     @property
@@ -198,6 +198,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         interface=placement.interface,
         env=dict(job.env),
         restarts=job.restarts,
+        min_nodes=_min_nodes_of(job),
         hang=job.hang,
         hang_after_s=_seconds(job.hang_after),
         notify=_notify_of(job),
@@ -247,7 +248,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
 def _idle_gpus(plan: Plan) -> Iterator[str]:
     """Say that ranks are fewer than GPUs, and what starts one for each."""
     gpus, ranks = plan.num_gpus, plan.gang.num_ranks
-    if gpus > ranks:
+    if gpus > ranks and plan.gang.min_nodes is None:
         each = f"resources.gpus_per_node={gpus // len(plan.gang.nodes)} without procs_per_node starts one for each"
         yield f"{gpus - ranks} of {gpus} GPUs have no rank of their own: {each}"
 
@@ -278,6 +279,11 @@ def _timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
         "stop_lead_s": _seconds(stop.lead) or lead_s,
         "stop_grace_s": _seconds(stop.grace) or _STOP_S,
     }
+
+
+def _min_nodes_of(job: JobSpec) -> int | None:
+    """Return with how many nodes an attempt may begin; None: with all."""
+    return None if job.elastic is None else job.elastic.min_nodes or job.resources.nodes
 
 
 def _notify_of(job: JobSpec) -> Notify | None:

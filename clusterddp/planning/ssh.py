@@ -161,9 +161,11 @@ def place_nodes(job: JobSpec) -> Placement:
     nodes, first = [], 0
     shares = share_out(job)
     for node_rank, share in enumerate(shares):
-        ranks = tuple(range(first, first + share.ranks))
-        nodes.append(Node(node_rank=node_rank, host=share.host.host, ranks=ranks))
-        first += share.ranks
+        is_spare = node_rank >= job.resources.nodes
+        ranks = () if is_spare else tuple(range(first, first + share.ranks))
+        spare = share.ranks if is_spare else 0
+        nodes.append(Node(node_rank=node_rank, host=share.host.host, ranks=ranks, spare=spare))
+        first += len(ranks)
     gpus = any(share.gpus for share in shares)
     return Placement.elsewhere(job, tuple(nodes), gpus=gpus, notes=tuple(_ssh_notes(job, unused_hosts(job), gpus=gpus)))
 

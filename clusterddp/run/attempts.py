@@ -108,7 +108,9 @@ def loss_of_nodes(
         error = f"{what} before any rank was started"
         return RankEnd(rank=None, host=host, error=error, restart="another job", of_node=of_node)
     ranks = [rank for node in nodes for rank in node.ranks]
-    rank = min(place.ranks if place else ranks)
+    rank = min((place.ranks if place else ranks) or ranks, default=None)
+    if rank is None:  # a spare
+        return RankEnd(rank=None, host=host, error=what, restart="another job")
     log = str(attempt.stderr(rank).relative_to(attempt.run_path))
     error = f"{what}; {whose}{spell_ranks(gang.carried_by(ranks))} ended with it"
     return RankEnd(rank=rank, host=host, error=error, log=log, restart="another job", of_node=of_node)

@@ -7,7 +7,7 @@ supervisor starts exactly that. Nothing here touches the machine.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -158,9 +158,12 @@ class Node:
     """One node of the gang: a slot for a supervisor and its ranks."""
 
     node_rank: int
+    """The number of its supervisor, the same in all attempts; its place in the order of nodes may be another one."""
     host: str
     ranks: tuple[int, ...]
-    """Global ranks, in the order of their local ranks."""
+    """Global ranks, in the order of their local ranks; a spare has none."""
+    spare: int = 0
+    """Of a spare: how many ranks it takes in an attempt where it stands in for another node."""
     gpus: tuple[str, ...] = ()
     """The value of CUDA_VISIBLE_DEVICES of this node's ranks; empty: the ranks see no GPU."""
     interface: str | None = None
@@ -197,6 +200,9 @@ class Gang(Written):
     env: dict[str, str] = field(default_factory=dict)
     """The user's own variables for every rank; they override those of clusterddp."""
     restarts: int = 0
+    min_nodes: int | None = None
+    """An attempt may begin with so many of the nodes, and with spares in place of others (`choose_nodes`); None: each
+    attempt has all nodes."""
     time_limit_s: float | None = None
     """Seconds that one attempt may last."""
     stop_lead_s: float = 60.0
@@ -231,9 +237,48 @@ class Gang(Written):
         return sum(len(node.ranks) for node in self.nodes)
 
     @property
+    def max_world_size(self) -> int:
+        """More ranks than in any attempt, whichever nodes take part in it."""
+        return sum(len(node.ranks) or node.spare for node in self.nodes)
+
+    @property
     def num_ranks(self) -> int:
         """The ranks of the run, also of those that a program starts itself."""
         return sum(self.entry.spawns) or self.world_size
+
+    @property
+    def members(self) -> tuple[Node, ...]:
+        """The nodes that have ranks; the others are spares."""
+        return tuple(node for node in self.nodes if node.ranks)
+
+    def node(self, node_rank: int) -> Node:
+        """Return the node with this number."""
+        return next(node for node in self.nodes if node.node_rank == node_rank)
+
+    def of_nodes(self, node_ranks: Iterable[int]) -> Gang:
+        """Return the gang of one attempt, which these nodes take part in, in this order, with their ranks counted anew.
+
+        Raises: ValueError: there is no node, or an unknown one.
+        """
+        known, nodes, first = {node.node_rank: node for node in self.nodes}, [], 0
+        for node_rank in node_ranks:
+            if node_rank not in known:
+                raise ValueError(f"the run has no node {node_rank}")
+            size = len(known[node_rank].ranks) or known[node_rank].spare
+            nodes.append(dataclasses.replace(known[node_rank], ranks=tuple(range(first, first + size))))
+            first += size
+        return dataclasses.replace(self, nodes=tuple(nodes))
+
+    def choose_nodes(self, present: Sequence[int]) -> tuple[int, ...] | None:
+        """Choose the nodes of an attempt among those that are present; None: they are too few.
+
+        `present`: by node rank, those first that are to be taken first. The first of all stays the first, and has rank
+        0; the others come in the order of the plan.
+        """
+        if self.min_nodes is None:
+            return None if set(present) != {node.node_rank for node in self.nodes} else tuple(sorted(present))
+        taken = list(present[: len(self.members)])
+        return (taken[0], *sorted(taken[1:])) if taken and len(taken) >= self.min_nodes else None
 
     def node_of(self, rank: int) -> Node:
         """Return the node that `rank` belongs to."""
@@ -263,16 +308,16 @@ class Gang(Written):
         plan, where the port is not known yet. `step`: of a batch script. `restart` counts the gang's restarts since it
         was launched; it is not `attempt` when a run was resumed.
         """
-        node = self.node_of(rank)
+        node, members = self.node_of(rank), self.members
         attempt_dir = f"{run_dir}/attempts/{attempt}{f'/{STEPS}/{step}' if step else ''}"
         place = {
             "RANK": rank,
             "LOCAL_RANK": node.ranks.index(rank),
             "WORLD_SIZE": self.world_size,
             "LOCAL_WORLD_SIZE": len(node.ranks),
-            "GROUP_RANK": node.node_rank,
-            "GROUP_WORLD_SIZE": len(self.nodes),
-            "NODE_RANK": node.node_rank,
+            "GROUP_RANK": members.index(node),
+            "GROUP_WORLD_SIZE": len(members),
+            "NODE_RANK": members.index(node),
             "ROLE_RANK": rank,
             "ROLE_WORLD_SIZE": self.world_size,
             "ROLE_NAME": "default",

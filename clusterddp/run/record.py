@@ -279,14 +279,19 @@ def write_job_answer(directory: RunDir, tag: str, answer: JobAnswer) -> None:
     write_json(directory.job_answer(tag), dataclasses.asdict(answer))
 
 
-def read_gang(directory: RunDir) -> Gang:
+def read_gang(directory: RunDir, attempt: AttemptDir | None = None) -> Gang:
     """Read the gang of a run from its plan; of a step of a batch script from the step's newest start.
 
+    `attempt`: the gang as it takes part in this attempt, once its ranks have started: nodes may have been replaced.
     Raises: ClusterddpError: the plan is invalid. FileNotFoundError: there is none.
     """
     if directory.step is not None:
         return _read(Gang, directory.newest_attempt().gang)
-    return _read(_Planned, directory.plan)["gang"]
+    gang = _read(_Planned, directory.plan)["gang"]
+    if gang.min_nodes is not None and attempt is not None and (start := read_start(attempt)) is not None:
+        with contextlib.suppress(ValueError, KeyError):  # a host may have written anything
+            return gang.of_nodes(node["node_rank"] for node in start["nodes"])
+    return gang
 
 
 def read_start(attempt: AttemptDir) -> Start | None:

@@ -21,7 +21,7 @@ from clusterddp.spec.fields import MAX_RANKS, Conflict
 from clusterddp.spec.hosts import ssh_conflicts, with_node_for_each_host
 from clusterddp.spec.keys import with_one_spelling
 from clusterddp.spec.launchers import commands_in, commands_started, find_starter, script_of
-from clusterddp.spec.model import JobSpec, notify_conflicts
+from clusterddp.spec.model import JobSpec, elastic_conflicts, notify_conflicts
 from clusterddp.spec.slurm_options import (
     GPU_OPTIONS,
     MEMORY_OPTIONS,
@@ -227,6 +227,7 @@ def _conflicts(job: JobSpec) -> Iterator[Conflict]:
     yield from _slurm_conflicts(job)
     yield from ssh_conflicts(job)
     yield from notify_conflicts(job)
+    yield from elastic_conflicts(job)
 
 
 _MAX_SHELL_SCRIPT = 1 << 16

@@ -35,6 +35,7 @@ from clusterddp.spec.tree import (
     show,
     spec_error,
 )
+from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
     from clusterddp.spec.model import JobSpec
@@ -156,11 +157,12 @@ def ssh_conflicts(job: JobSpec) -> Iterator[Conflict]:
 def _launcher_conflicts(job: JobSpec) -> Iterator[Conflict]:
     """Find values of other sections with which the ssh launcher cannot start."""
     shares = share_out(job)
-    if len(shares) < job.resources.nodes:
+    if len(shares) < job.resources.nodes + job.num_spares:
         hosts = "1 host" if len(shares) == 1 else f"{len(shares)} hosts"
+        spares = f" and {format_count(job.num_spares, 'spare')}" if job.num_spares else ""
         yield Conflict(
             ("ssh.hosts", "resources.nodes"),
-            f"{hosts} for {job.resources.nodes} nodes",
+            f"{hosts} for {format_count(job.resources.nodes, 'node')}{spares}",
             "each host is one node; ~resources.nodes makes as many nodes as there are hosts",
         )
     ranks = sum(share.ranks for share in shares)
@@ -237,19 +239,19 @@ def expand_hosts(hosts: Iterable[SshHost]) -> Iterator[tuple[int, SshHost]]:
 
 
 def with_node_for_each_host(job: JobSpec) -> JobSpec:
-    """Return a spec for launcher ssh with one node for each host, unless it sets the number of nodes."""
+    """Return a spec for launcher ssh with one node for each host but the spares, unless it sets the number of nodes."""
     if job.launcher != "ssh" or not job.ssh.hosts or "nodes" in job.resources.model_fields_set:
         return job
-    nodes = sum(count(host.host) for host in job.ssh.hosts)
+    nodes = max(1, sum(count(host.host) for host in job.ssh.hosts) - job.num_spares)
     return job.model_copy(update={"resources": job.resources.model_copy(update={"nodes": nodes})})
 
 
 def share_out(job: JobSpec) -> tuple[Share, ...]:
-    """Place the ranks and GPUs on the first hosts, as many as the run has nodes.
+    """Place the ranks and GPUs on the first hosts, as many as the run has nodes and spares.
 
     A host with a number of GPUs (slots in a hostfile) gets one rank for each, on the CPU as well.
     """
-    hosts = [host for _, host in expand_hosts(job.ssh.hosts)][: job.resources.nodes]
+    hosts = [host for _, host in expand_hosts(job.ssh.hosts)][: job.resources.nodes + job.num_spares]
     resources = job.resources
     on_cpu = job.cpu_reason is not None
     wanted = job.device == "cuda" or resources.gpus_per_node is not None or any(host.gpus for host in hosts)
@@ -265,8 +267,8 @@ def share_out(job: JobSpec) -> tuple[Share, ...]:
 
 
 def unused_hosts(job: JobSpec) -> tuple[str, ...]:
-    """Return the hosts beyond the number of nodes."""
-    return tuple(host.host for _, host in expand_hosts(job.ssh.hosts))[job.resources.nodes :]
+    """Return the hosts beyond the number of nodes and spares."""
+    return tuple(host.host for _, host in expand_hosts(job.ssh.hosts))[job.resources.nodes + job.num_spares :]
 
 
 _PATH = ("ssh", "hosts")

@@ -246,8 +246,8 @@ RUNS_DIR_DESCRIPTION = (
     "the name of the user. Commands take that of the working directory's project."
 )
 ALLOWED = (
-    *("launcher", "device", "resources", "network", "stop", "env", "secrets", "restarts", "hang", "hang_after"),
-    *("snapshot", "train", "slurm", "container", "ssh", "python", "venv", "conda", "setup"),
+    *("launcher", "device", "resources", "network", "stop", "env", "secrets", "restarts", "elastic"),
+    *("hang", "hang_after", "snapshot", "train", "slurm", "container", "ssh", "python", "venv", "conda", "setup"),
 )
 """The keys of a spec that a shared file may set. Which Python there is is a fact of the machines: without it a file
 could not describe them. A key that is not listed is refused, so that a new one is decided on."""

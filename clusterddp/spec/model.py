@@ -16,6 +16,7 @@ from pydantic import BeforeValidator, WithJsonSchema, model_validator
 from clusterddp.spec import fields
 from clusterddp.spec.entry_section import PROGRAMS, Command, EntrySpec
 from clusterddp.spec.fields import (
+    MAX_HOSTS,
     Conflict,
     Count,
     Section,
@@ -177,6 +178,37 @@ class Stop(Section):
     )
 
 
+class Elastic(Section):
+    """With which nodes a run goes on after it has lost some."""
+
+    min_nodes: fields.RankCount | None = key(
+        None, "An attempt may begin with so many nodes; default: resources.nodes, so only a spare replaces a node."
+    )
+    spares: Annotated[int, BeforeValidator(fields.read_int)] = key(
+        0,
+        "Nodes more than resources.nodes that wait for a lost one to replace; over SSH the last of ssh.hosts.",
+        ge=0,
+        le=MAX_HOSTS,
+    )
+
+
+def elastic_conflicts(job: JobSpec) -> Iterator[Conflict]:
+    """Find an elastic section that cannot have an effect, or contradicts another one."""
+    elastic, nodes = job.elastic, job.resources.nodes
+    if elastic is None:
+        return
+    if elastic.min_nodes is not None and elastic.min_nodes > nodes:
+        yield Conflict(
+            ("elastic.min_nodes", "resources.nodes"), f"found {elastic.min_nodes}, expected at most the {nodes} nodes"
+        )
+    if not job.restarts:
+        yield Conflict(("elastic", "restarts"), "a lost node uses up a restart, and restarts is 0", "restarts: 20")
+    if job.launcher == "slurm":
+        yield Conflict(("elastic", "launcher"), "is for launcher ssh and local; on Slurm slurm.requeue starts again")
+    if job.entry is not None and (job.entry.owns_ranks or job.entry.batch_script):
+        yield Conflict(("elastic", "entry"), "is for ranks that clusterddp starts, and this program starts its own")
+
+
 class Container(Section):
     """The container that every rank runs in, on Slurm."""
 
@@ -249,6 +281,7 @@ class JobSpec(Section):
     restarts: fields.Restarts = key(
         0, "How many times all ranks are restarted from the last checkpoint after a failure."
     )
+    elastic: Elastic | None = key(None, "Spares in the place of lost nodes, or fewer nodes; needs restarts.")
     hang: Annotated[Literal["report", "restart", "fail"], Word] = key(
         "report",
         "What follows when no rank makes progress: report (status shows which ranks wait for which), restart (end the "
@@ -285,6 +318,11 @@ class JobSpec(Section):
         """The variables that are passed from the submitting shell, by name: `secrets`, and that of notify.webhook."""
         webhook = self.notify.webhook if self.notify else None
         return tuple(dict.fromkeys([*self.secrets, *([webhook[2:-1]] if webhook else [])]))
+
+    @property
+    def num_spares(self) -> int:
+        """How many nodes wait to replace a lost one."""
+        return self.elastic.spares if self.elastic else 0
 
     @property
     def cpu_reason(self) -> str | None:

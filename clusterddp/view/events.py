@@ -80,6 +80,12 @@ def warn_of_nodes(events: Sequence[Row], attempt: int | None) -> str:
     return "; ".join([*marked, *(str(row.get("text")) for row in rows if row.get("event") == "left_out")])
 
 
+def find_change_of_nodes(events: Sequence[Row], attempt: int | None) -> str:
+    """Return why an attempt has other nodes than the one before; empty: it has the same."""
+    rows = [row for row in events if row.get("event") == "nodes_changed" and row.get("attempt") == attempt]
+    return f"attempt {attempt}: {rows[-1].get('text')}" if rows else ""
+
+
 def warn_of_unsent(events: Sequence[Row]) -> str:
     """Return a warning where the last try to send a message failed, for each way; empty: all were sent."""
     failed: dict[tuple[int, str, str], str] = {}

@@ -21,7 +21,6 @@ from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.gang import Gang
 from clusterddp.run.log_times import NOTE_EVERY_S, LogTimesReader
 from clusterddp.run.record import read_gang, read_ranks, read_start
 from clusterddp.run.steps import is_whole_script, job_output
@@ -149,7 +148,7 @@ def read_logs(run: RunDir, ranks: tuple[int, ...], query: LogQuery = ALL_LINES) 
     number = newest if query.attempt is None else query.attempt
     if number is None:
         return
-    logs = _open_logs(run, read_gang(run), number, ranks, query)
+    logs = _open_logs(run, number, ranks, query)
     if not query.folds or len(ranks) == 1:
         for log in logs:
             yield from log.read_all()
@@ -170,7 +169,6 @@ def follow_logs(
 
     Yields None when there is no more output now.
     """
-    gang = read_gang(run)
     number = query.attempt
     while number is None:
         sync.update()
@@ -183,7 +181,7 @@ def follow_logs(
             time.sleep(poll_interval_s)
     wanted = query
     while True:
-        logs = _open_logs(run, gang, number, ranks, wanted)
+        logs = _open_logs(run, number, ranks, wanted)
         yield from _follow_attempt(run, logs, number, poll_interval_s, sync, folds=query.folds and len(ranks) > 1)
         later = [found for found in _attempts(run) if found > number]
         if query.attempt is not None or not later:
@@ -233,13 +231,15 @@ def lacks_times(run: RunDir, ranks: tuple[int, ...], attempt: int | None) -> boo
     number = _newest_attempt(run) if attempt is None else attempt
     if number is None or ranks == (JOB,):
         return number is not None
-    directory, gang = run.attempt(number), read_gang(run)
+    directory = run.attempt(number)
+    gang = read_gang(run, directory)
     started = None
     with contextlib.suppress(ClusterddpError):
         started = (read_start(directory) or {}).get("started")
     if started is None or time.time() - started < 2 * NOTE_EVERY_S:
         return False
-    return not all(directory.log_times(gang.node_of(rank).node_rank).exists() for rank in ranks)
+    known = (rank for rank in ranks if rank < gang.world_size)
+    return not all(directory.log_times(gang.node_of(rank).node_rank).exists() for rank in known)
 
 
 def _attempts(run: RunDir) -> list[int]:
@@ -301,12 +301,15 @@ class _RankLog:
         return self.known_host
 
 
-def _open_logs(run: RunDir, gang: Gang, number: int, ranks: tuple[int, ...], query: LogQuery) -> list[_RankLog]:
+def _open_logs(run: RunDir, number: int, ranks: tuple[int, ...], query: LogQuery) -> list[_RankLog]:
     """Open the logs of an attempt: two of each rank, standard output before standard error; of a job what it has."""
     attempt = run.attempt(number)
+    gang = read_gang(run, attempt)
     logs = []
     readers: dict[int, LogTimesReader] = {}
     for rank in ranks:
+        if rank >= gang.world_size:
+            continue  # the attempt has fewer nodes than the run was planned for
         node = gang.nodes[0] if rank == JOB else gang.node_of(rank)
         times = readers.setdefault(node.node_rank, LogTimesReader(attempt.log_times(node.node_rank)))
         for path in job_output(attempt) if rank == JOB else (attempt.stdout(rank), attempt.stderr(rank)):

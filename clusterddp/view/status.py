@@ -32,6 +32,7 @@ from clusterddp.view.events import (
     NodeTransport,
     Stopping,
     count_lost_rows,
+    find_change_of_nodes,
     find_hang,
     find_start_phases,
     find_stopping,
@@ -121,6 +122,8 @@ class RunStatus(RunSummary):
     """By node, of those whose NCCL has said so in the newest attempt."""
     stopping: Stopping | None = None
     """Of a run that goes on, though its ranks were asked to checkpoint and end."""
+    nodes_changed: str = ""
+    """Why the newest attempt has other nodes than the one before; empty: it has the same."""
     hang: HangEvent | None = None
     """While it runs: since when no rank makes progress."""
     last_output: float | None = None
@@ -169,6 +172,7 @@ class RunStatus(RunSummary):
             "checkpoint": self.checkpoint and dataclasses.asdict(self.checkpoint),
             "stopping": self.stopping and dataclasses.asdict(self.stopping),
             "lost_rows": self.lost_rows,
+            "nodes_changed": self.nodes_changed,
             "hang": self.hang and dataclasses.asdict(self.hang),
             "last_output": self.last_output,
             "report": self.report,
@@ -182,8 +186,8 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
     view = view or read_state(run, record=record)
     steps = read_steps(run, view, record.token) if is_batch_script(run) else None
     shown = run if steps is None else shown_step(run, view.attempt)
-    gang, end = (None if steps == () or record.is_hold else gang_of(shown)), view.end
     attempt = None if view.attempt is None else shown.attempt(view.attempt)
+    gang, end = (None if steps == () or record.is_hold else gang_of(shown, attempt)), view.end
     start: Start = (attempt and read_start(attempt)) or {}
     of_ranks = step_view(shown, view, record.token)
     unreached = read_unreached(run) if record.launcher == "ssh" else {}
@@ -227,6 +231,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         if is_running and attempt and gang and not gang.entry.unchanged
         else None,
         lost_rows=count_lost_rows(all_events),
+        nodes_changed=find_change_of_nodes(events, view.attempt),
         report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(run, record, attempt) if is_running else None,
@@ -315,10 +320,12 @@ def newest_checkpoint(run: RunDir) -> Checkpoint | None:
         with contextlib.suppress(ClusterddpError, OSError, ValueError):
             created = build({"created": float | None}, read_json(manifest))["created"]
         return Checkpoint(path=str(manifest.with_suffix(".pt")), step=newest[1], created=created)
-    for host, report in read_reports(run).items():
-        if newest := _newest(report.checkpoints):
-            return Checkpoint(path=f"checkpoints/{newest[0]}.pt", step=newest[1], host=host)
-    return None
+    there = {host: report.checkpoints for host, report in read_reports(run).items()}
+    newest = _newest(name for names in there.values() for name in names)
+    if newest is None:
+        return None
+    host = next(host for host, names in there.items() if newest[0] in names)
+    return Checkpoint(path=f"checkpoints/{newest[0]}.pt", step=newest[1], host=host)
 
 
 def _newest(names: Iterable[str]) -> tuple[str, int] | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from clusterddp.run.attempts import find_end
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import read_gang, read_start
 from clusterddp.run.state import RunView
@@ -50,10 +50,10 @@ def read_steps(run: RunDir, view: RunView, token: str) -> tuple[StepStatus, ...]
     return tuple(_read_step(step, view, view.attempt, token) for step in steps_with_ranks(run, view.attempt))
 
 
-def gang_of(run: RunDir) -> Gang | None:
-    """Read the gang of a run, or of a step; None: the step has not started its ranks."""
+def gang_of(run: RunDir, attempt: AttemptDir | None = None) -> Gang | None:
+    """Read the gang of a run in an attempt, or of a step; None: the step has not started its ranks."""
     try:
-        return read_gang(run)
+        return read_gang(run, attempt)
     except FileNotFoundError:
         if run.step is None:
             raise

@@ -131,7 +131,8 @@ def _node_table(plan: Plan) -> list[str]:
     for place, node in enumerate(plan.gang.nodes):
         host = plan.ssh.hosts[place] if plan.ssh else None
         gpus = ",".join(node.gpus) if host is None else f"any {host.gpus}" if host.gpus else ""
-        row = [str(node.node_rank), printable(node.host), rank_span(plan.gang.carried_by(node.ranks)), gpus or "-"]
+        ranks = rank_span(plan.gang.carried_by(node.ranks)) if node.ranks else "spare"
+        row = [str(node.node_rank), printable(node.host), ranks, gpus or "-"]
         rows.append(row if host is None else [*row, printable(_python(host))])
     return table(rows, indent="  ")
 
@@ -278,9 +279,9 @@ def few(names: Sequence[str]) -> str:
 
 def _ranks(plan: Plan) -> str:
     gang = plan.gang
-    per_node = sorted({len(node.ranks) for node in gang.nodes})
+    per_node = sorted({len(node.ranks) for node in gang.members})
     many = f"{per_node[0]}" if len(per_node) == 1 else f"{per_node[0]} to {per_node[-1]}"
-    nodes, threads = format_count(len(gang.nodes), "node"), gang.threads_per_rank
+    nodes, threads = format_count(len(gang.members), "node"), gang.threads_per_rank
     cores = f"{format_count(threads, 'thread')} each" if threads else "sharing the job's cores"
     has_gpus = any(node.gpus for node in gang.nodes) or (plan.slurm is not None and not gang.on_cpu)
     has_gpus = has_gpus or (plan.ssh is not None and plan.ssh.hosts[0].gpus > 0)
@@ -290,7 +291,9 @@ def _ranks(plan: Plan) -> str:
         device = f"all GPUs of its node each{idle}" if has_gpus else "on the CPU"
         own = " + ".join(map(str, gang.entry.spawns)) if len(set(gang.entry.spawns)) > 1 else str(gang.entry.spawns[0])
         return f"{nodes}, one program on each, {device}; it starts {own} ranks, {cores}"
-    return f"{nodes} x {many} = {format_count(gang.world_size, 'rank')}, {device}, {cores}"
+    spares = len(gang.nodes) - len(gang.members)
+    more = f", and {format_count(spares, 'spare')}" if spares else ""
+    return f"{nodes} x {many} = {format_count(gang.world_size, 'rank')}, {device}, {cores}{more}"
 
 
 def python_text(plan: Plan) -> str:

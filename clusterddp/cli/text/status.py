@@ -66,7 +66,11 @@ def status_lines(
     if status.warning:
         lines.append(f"  {warning_text(status.warning)}")
     said = lines[1:]
-    lines += [f"  {printable(text)}" for text in status.unreachable if not any(text in line for line in said)]
+    lines += [
+        f"  {printable(text)}"
+        for text in filter(None, (status.nodes_changed, *status.unreachable))
+        if not any(text in line for line in said)
+    ]
     lines += _progress_lines(status, address)
     if status.start_phases:
         phases = (f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in status.start_phases.items())

@@ -254,7 +254,10 @@ class HostRun:
     node: SshNode
     """The host."""
     ranks: frozenset[int]
+    """Those that it may run; which it had in an attempt may differ from that."""
     fetch: tuple[str, ...]
+    is_elastic: bool = False
+    """True: attempts may have different nodes."""
     wants: Wants = Wants()
     start: str = ""
     """Which start of the run the host is asked about (`start_of`)."""
@@ -296,10 +299,21 @@ class HostRun:
         """Return whether a file is one that this host writes."""
         found = match.groupdict()
         if "rank" in found:
-            return int(found["rank"]) in self.ranks
+            return int(found["rank"]) in self._ranks_in(match.string)
         if "node" in found:
             return int(found["node"]) == self.node.node_rank
         return self.is_head and _is_safe(match.string)
+
+    def _ranks_in(self, path: str) -> frozenset[int]:
+        """Return the ranks that the host has in the attempt of a file."""
+        if not self.is_elastic:
+            return self.ranks
+        # None before start.json is here: the next listing's files are then downloaded.
+        attempt = self.run.attempt(int(path.split("/")[1]))
+        if not attempt.start.exists():
+            return frozenset()
+        gang = read_gang(self.run, attempt)
+        return frozenset(rank for node in gang.nodes if node.node_rank == self.node.node_rank for rank in node.ranks)
 
     def _wants(self, part: str, match: re.Match[str]) -> bool:
         found = match.groupdict()
@@ -336,7 +350,8 @@ def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
             name=directory_name(record.run, record.token),
             token=record.token,
             node=node,
-            ranks=frozenset(slot.ranks),
+            ranks=frozenset(slot.ranks if gang.min_nodes is None else range(gang.max_world_size)),
+            is_elastic=gang.min_nodes is not None,
             fetch=ssh.fetch,
         )
         for node, slot in zip(ssh.hosts, gang.nodes, strict=True)
@@ -351,9 +366,14 @@ def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:
 
 def checkpoints_among(files: Mapping[str, Listed]) -> tuple[str, ...]:
     """Return the names of the checkpoints, oldest first: by attempt, then by step."""
-    found = [match for path in files if (match := _MANIFEST.fullmatch(path))]
-    found.sort(key=lambda match: (int(match["attempt"]), int(match["step"])))
-    return tuple(Path(match.string).stem for match in found)
+    found = [Path(path).stem for path in files if _MANIFEST.fullmatch(path)]
+    return tuple(sorted(found, key=checkpoint_age))
+
+
+def checkpoint_age(name: str) -> tuple[int, int]:
+    """Return the attempt and the step of a checkpoint by its name."""
+    match = _MANIFEST.fullmatch(f"checkpoints/{name}.json")
+    return (int(match["attempt"]), int(match["step"])) if match else (-1, -1)
 
 
 @contextlib.contextmanager
@@ -404,7 +424,7 @@ def report_of(host_run: HostRun, answer: Mapping[str, Any], files: Mapping[str, 
         has_run=bool(answer["has_run"]),
         end_attempt=answer["end_attempt"],
         end=answer["end"],
-        checkpoints=checkpoints_among(files) if host_run.is_head else (),
+        checkpoints=checkpoints_among(files),
         last_output=_last_output(newest_attempt(host_run.run, files), files),
     )
 

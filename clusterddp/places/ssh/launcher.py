@@ -19,7 +19,7 @@ from clusterddp.facts.judge import judge_hosts
 from clusterddp.facts.machine import Machine
 from clusterddp.places.base import Launcher, Report, no_report
 from clusterddp.places.ssh.connections import call_each
-from clusterddp.places.ssh.host_run import ask_reports
+from clusterddp.places.ssh.host_run import ask_reports, checkpoint_age, read_reports
 from clusterddp.places.ssh.network import settle_network
 from clusterddp.places.ssh.session import Reply, Session, ssh_argv
 from clusterddp.places.ssh.sessions import Heartbeats, HostSessions, all_or_raise, ask_all, open_host_sessions
@@ -75,6 +75,7 @@ class SshLauncher(Launcher):
         process of it left; on a host that does not answer, its processes exit when our connection ends.
         """
         plan = read_plan(run)
+        _demand_checkpoint(run, plan, report)
         sessions = open_host_sessions(plan, self._environ)
         name = directory_name(plan.run, plan.token)
         try:
@@ -176,6 +177,27 @@ class SshLauncher(Launcher):
         if left:
             raise ClusterddpError(f"{run.name}: processes that cannot be killed: {'; '.join(left)}")
         return sum(each.ended for each in ended.values())
+
+
+def _demand_checkpoint(run: RunDir, plan: Plan, report: Report) -> None:
+    """Report when the newest checkpoint that was seen is on none of the hosts, which then go on from an older one.
+
+    Raises: PreflightError: the run has checkpoints, and none of these hosts has one.
+    """
+    found = {host: each.checkpoints[-1] for host, each in read_reports(run).items() if each.checkpoints}
+    assert plan.ssh is not None
+    here = {node.host: found[node.host] for node in plan.ssh.hosts if node.host in found}
+    if not found:
+        return
+    host = max(found, key=lambda each: checkpoint_age(found[each]))
+    if not here:
+        raise PreflightError(
+            f"{run.name}: its checkpoints are on {', '.join(sorted(found))}, and none of its hosts has one now",
+            hint=f"name {host} among ssh.hosts",
+        )
+    newest = max(here.values(), key=checkpoint_age)
+    if checkpoint_age(newest) < checkpoint_age(found[host]):
+        report(f"note: the newest checkpoint, {found[host]}, is on {host}; the run goes on from {newest}")
 
 
 def _upload_report(report: Report) -> Watch:

@@ -270,9 +270,9 @@ def test_a_node_that_does_not_join_is_named(tmp_path):
 def test_a_task_that_does_not_start_is_named_with_its_host(tmp_path):
     gang = make_gang(tmp_path, "")
     joined = JoinedNodes(gang, timeout_s=120, now=0.0)
-    joined.join(gang.nodes[0], {"pid": 1})
-    joined.join(gang.nodes[1], {"pid": 2, "missing": [3]})
-    assert not joined.complete
+    joined.join(gang.nodes[0], {"pid": 1}, 0.0)
+    joined.join(gang.nodes[1], {"pid": 2, "missing": [3]}, 0.0)
+    assert joined.choose(119.0) is None
     assert joined.overdue(120.0).error == "the tasks of rank 3 on host1 did not start within 120 s"
 
 
