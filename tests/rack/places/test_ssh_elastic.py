@@ -29,7 +29,7 @@ restarts: 4
 elastic: ELASTIC
 network: {host_silence: "0:05", heartbeat_timeout: "0:10"}
 train:
-  {dataset: shapes, samples: 512, model: fastnet, width: 0.125, epochs: EPOCHS, batch_size: 16, lr: 0.1, kernels: native}
+  {dataset: shapes, samples: 512, model: fastnet, epochs: EPOCHS, width: 0.125, batch_size: 16, kernels: native}
 """
 WITH_SPARE = {"NODES": "2", "HOSTS": "node1, node2, node3", "ELASTIC": "{spares: 1}"}
 TWO_OR_ONE = {"NODES": "2", "HOSTS": "node1, node2", "ELASTIC": "{min_nodes: 1}"}
