@@ -512,12 +512,6 @@ def plan_changed(plan: Plan, spec: Path, overrides: Sequence[str], environ: Mapp
             f"{plan.run}: resume goes on with the same {fixed[0]}, {then.get(fixed[0])}, not {now.get(fixed[0])}",
             hint=f"clusterddp submit {plan.run} {' '.join(overrides)} starts another run",
         )
-    if plan.ssh and other.ssh and plan.ssh.hosts[0].host != other.ssh.hosts[0].host:
-        host = plan.ssh.hosts[0].host
-        raise UsageError(
-            f"{plan.run}: its checkpoints are on {host}, which has to stay the first of the hosts",
-            hint=f"name {host} first, or submit a new run",
-        )
     # The place of the code stays, even where today a submit would run it in its own place.
     first = plan.gang.entry
     entry = dataclasses.replace(
