@@ -22,6 +22,7 @@ from clusterddp.run.record import RankEnd, StartedPython
 from clusterddp.run.state import RunState
 from clusterddp.run.sweep import SweepDir
 from clusterddp.view import ranks, status
+from clusterddp.view.effective import Effective
 from clusterddp.view.events import Stopping
 from clusterddp.view.steps import StepStatus
 from clusterddp.view.timeline import Times
@@ -80,6 +81,7 @@ def json_page() -> str:
     top = {key: value for key, value in json.loads(status_json()).items() if key != "schema"}
     lines += ["## status RUN -o json", "", *_fields(status.RunStatus, top, alias={"nccl": "transports"})]
     lines += ["### times", "", *_fields(Times), "### stopping", "", *_fields(Stopping)]
+    lines += ["### effective", "", *_fields(Effective)]
     lines += ["### progress", "", *_fields(status.Progress)]
     lines += ["### ranks", "", *_fields(status.RankStatus)]
     lines += ["### steps", "", *_fields(StepStatus)]

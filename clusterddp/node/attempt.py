@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+import time
 from collections.abc import Iterable
 
 from clusterddp.facts.memory import explain_limit, explain_oom_kill
@@ -92,6 +93,10 @@ class Attempt:
         """When the ranks that are left have to be ended, because the batch system kills them soon after."""
         self.connected = False
         """True when a node has seen a connection to the master's address and port, or cannot see any."""
+        self.noticed: float | None = None
+        """When the first failure was noticed, in seconds since the epoch."""
+        self.silent_s = 0.0
+        """How long that had given no sign of life by then."""
         self.meets: bool | None = None
         """Whether a rank was seen in a collective; None: it is not known."""
         self.regroups = False
@@ -146,13 +151,17 @@ class Attempt:
                 who = f"the program of {self._spell([end.rank])} on {end.host}"
             self.fail(dataclasses.replace(end, error=end.spell(who), restart="here"), now)
 
-    def fail(self, failure: RankEnd, now: float) -> None:
+    def fail(self, failure: RankEnd, now: float, *, silent_s: float = 0.0) -> None:
         """Take in a failure; the verdict is due after a moment in which its cause may be reported.
+
+        `silent_s`: since when there was no sign of life of what failed.
 
         After the decision only a connection loss still gives way to a failure that may be its cause.
         """
         if self._decided and min((failure.weight for failure in self._failures), default=CERTAIN) <= OWN:
             return
+        if self.noticed is None:
+            self.noticed, self.silent_s = time.time(), silent_s
         self._failures.append(failure)
         lost = SETTLE_SPAWNED_S if self._gang.entry.spawns else SETTLE_S
         wait = {CERTAIN: 0.0, OWN: SETTLE_OWN_S}.get(failure.weight, lost)

@@ -217,8 +217,8 @@ class Head:
             if node.node_rank == 0:
                 self._interface = report["interface"]
 
-    def on_loss(self, node_rank: int, why: Loss, now: float) -> None:
-        """Act on the loss of the link to a node's supervisor."""
+    def on_loss(self, node_rank: int, why: Loss, now: float, *, silent_s: float = 0.0) -> None:
+        """Act on the loss of the link to a node's supervisor, which was last heard `silent_s` ago."""
         if self.exit_code is not None or node_rank in self.nodes.lost:
             return
         losses = self.nodes.lose(node_rank, why, self._interface)
@@ -228,13 +228,14 @@ class Head:
         of_node = why.kind == "host_silent" or not self._attempt.stop_reason
         if self._gang.min_nodes is None:
             for node, what in losses:
-                self._fail_nodes((node,), what, now, of_node=of_node)
+                self._fail_nodes((node,), what, now, of_node=of_node, silent_s=silent_s)
         elif self._attempt.begun is not None and self._ending is None:
             # Another attempt may do without the node; a spare's loss changes nothing in this one.
             members = {node.node_rank: node for node in self._members.nodes}
             for _, what in losses if node_rank in members else ():
                 cause = loss_of_nodes(self._members, (members[node_rank],), what, attempt=self._attempt.begun_in)
-                self._attempt.fail(dataclasses.replace(cause, restart="here", of_node=of_node), now)
+                cause = dataclasses.replace(cause, restart="here", of_node=of_node)
+                self._attempt.fail(cause, now, silent_s=silent_s)
         self._confirm(node_rank, [])
 
     def tick(self, now: float) -> None:
@@ -324,7 +325,7 @@ class Head:
         self._helpers.on_event("hang", attempt.number, hang.text)
         if self._gang.hang != "report":
             self._restarts.final |= self._gang.hang == "fail"
-            attempt.fail(failure_of_hang(hang, self._gang), now)
+            attempt.fail(failure_of_hang(hang, self._gang), now, silent_s=hang.silent_s)
 
     def _mark_nodes(self, attempt: Attempt, now: float) -> None:
         """Record what the preflight has found; a node whose ranks need not start ends the start, or is left out."""
@@ -429,19 +430,21 @@ class Head:
         log(self._run, "stop_requested", attempt=self._attempt.number, reason=reason, asks=self._attempt.asks)
         self._send_all({"kind": "stop", "reason": reason})
 
-    def _fail_nodes(self, nodes: tuple[Node, ...], what: str, now: float, *, of_node: bool = True) -> None:
+    def _fail_nodes(
+        self, nodes: tuple[Node, ...], what: str, now: float, *, of_node: bool = True, silent_s: float = 0.0
+    ) -> None:
         """Note that all ranks of `nodes` end because of something that is no rank's fault."""
         cause = loss_of_nodes(self._gang, nodes, what, attempt=self._attempt.begun_in)
-        self._fail(dataclasses.replace(cause, of_node=of_node), now)
+        self._fail(dataclasses.replace(cause, of_node=of_node), now, silent_s=silent_s)
 
-    def _fail(self, failure: RankEnd, now: float) -> None:
+    def _fail(self, failure: RankEnd, now: float, *, silent_s: float = 0.0) -> None:
         """Note a failure after which these supervisors start nothing again, unless the failure says otherwise."""
         if self._job is not None and failure.restart == "another job":
             self._restarts.incomplete = True
         elif failure.restart != "here":
             self._restarts.final = True
         if self._ending is None:
-            self._attempt.fail(failure, now)
+            self._attempt.fail(failure, now, silent_s=silent_s)
 
     def _confirm(self, node_rank: int, left: list[int]) -> None:
         if self._ending is not None:
@@ -474,7 +477,7 @@ class Head:
         self._record, number, end = None, self._attempt.number, record.end
         if record.error is not None:
             log_line(f"the end could not be recorded: {record.error}")
-        log_end(self._run, number, end)
+        log_end(self._run, number, end, noticed=self._attempt.noticed, silent_s=self._attempt.silent_s)
         self._helpers.on_end(number, end)
         self._rendezvous.close()
         if end.will_restart and not end.needs_job:

@@ -155,6 +155,8 @@ class Peer:
         """`attempt` begins an attempt to connect; `when_quiet`: also when heartbeats are overdue on a connection."""
         self.lost: Loss | None = None
         """Why the link is lost for good."""
+        self.heard = 0.0
+        """When the other end was last heard, on this process's clock."""
         self.received = 0
         """The number of messages that have arrived from the other end."""
         self._limits = limits
@@ -249,6 +251,7 @@ class Peer:
         """Send heartbeats, detect losses, connect again; return a new authenticated connection, for `connect`."""
         connection = self._connection
         if connection is not None:
+            self.heard = connection.last_received
             self._send_heartbeat(connection, now)
             if connection.lost is not None:
                 self._on_break(connection.lost, now)
@@ -589,7 +592,7 @@ class HeadHere:
             if peer.lost is not None:
                 self._given_up[node_rank] = peer.lost
                 del self._peers[node_rank]
-                self.head.on_loss(node_rank, peer.lost, now)
+                self.head.on_loss(node_rank, peer.lost, now, silent_s=now - peer.heard if peer.heard else 0.0)
         while self._reports:
             self.head.on_report(0, self._reports.popleft(), now)
         self.head.tick(now)

@@ -29,10 +29,10 @@ def log_line(text: str) -> None:
         sys.stderr.flush()
 
 
-def log_end(run: RunDir, attempt: int, end: AttemptEnd) -> None:
-    """Log the end of an attempt, and which rank failed first if one did."""
+def log_end(run: RunDir, attempt: int, end: AttemptEnd, **noticed: Any) -> None:
+    """Log the end of an attempt, and which rank failed first if one did; `noticed`: when that was noticed."""
     if end.root_cause is not None:
-        log(run, "rank_failed", attempt=attempt, rank=end.root_cause.rank, error=end.root_cause.error)
+        log(run, "rank_failed", attempt=attempt, rank=end.root_cause.rank, error=end.root_cause.error, **noticed)
     facts: dict[str, Any] = {"outcome": end.outcome, "reason": end.reason, "will_restart": end.will_restart}
     log(run, "attempt_ended", attempt=attempt, **facts)
 

@@ -162,6 +162,7 @@ def report(window: Window, state: TrainState, setting: Setting) -> None:
         lr=rate_of(state, schedule, before=1),
         figures=state.figures(found.totals, samples / found.seconds),
         train_seconds=state.train_seconds,
+        checkpoint_seconds=state.totals.checkpoint_seconds,
         eta_s=left * found.seconds / window.steps,
     )
     window.reset()

@@ -10,6 +10,7 @@ import contextlib
 import json
 import os
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,7 @@ _NO_CURVE = frozenset(
         "steps_done",
         "time",
         "train_seconds",
+        "checkpoint_seconds",
         "samples",
         "straggler",  # in rows of earlier versions
     ]
@@ -170,6 +172,15 @@ class Curves:
 def read_curves(path: Path) -> Curves:
     """Read the curves of a run; none where there is no file, or none that can be read."""
     curves = Curves()
+    read, number = 0, 0
+    for read, (number, line) in enumerate(sample_lines(path), start=1):  # noqa: B007
+        curves.take(line)
+    curves.total_rows = number if read < number else curves.read_rows
+    return curves
+
+
+def sample_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are read, the last one among them, each with its number from 1."""
     with contextlib.suppress(OSError, ClusterddpError), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -183,10 +194,9 @@ def read_curves(path: Path) -> Curves:
                 skipped = line
                 continue
             skipped = b""
-            curves.take(line)
-        curves.take(skipped)  # the last line
-        curves.total_rows = num_lines if distance else curves.read_rows
-    return curves
+            yield num_lines, line
+        if skipped:
+            yield num_lines, skipped
 
 
 def _number(value: Any) -> float | None:

@@ -65,7 +65,7 @@ class Results:
     train_seconds: float | None
     """Seconds in optimizer steps, over all attempts."""
     effective: float | None
-    """Effective training time ratio: `train_seconds` by the seconds from the first start of ranks to the last end."""
+    """Effective training time ratio, 0..1 (view/effective.py)."""
     gpu_hours: float | None
     """Hours in which ranks ran, times GPUs; None on CPUs."""
     rank_hours: float
@@ -168,7 +168,7 @@ def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> 
         status=status,
         directory=str(run.path),
         made=now,
-        results=_results(run, status, curves, timeline),
+        results=_results(run, status, curves),
         logged=curves.newest_logged(),
         curves=curves,
         timeline=timeline,
@@ -179,7 +179,7 @@ def _read_report(run: RunDir, record: RunRecord, environ: Mapping[str, str]) -> 
     )
 
 
-def _results(run: RunDir, status: RunStatus, curves: Curves, timeline: Timeline) -> Results:
+def _results(run: RunDir, status: RunStatus, curves: Curves) -> Results:
     summary = read_part(run.summary)
     best = curves.accuracy.best(highest=True)
     progress = status.progress
@@ -187,8 +187,6 @@ def _results(run: RunDir, status: RunStatus, curves: Curves, timeline: Timeline)
     step_ms = curves.find("step_ms.p50", "train")
     of_all_steps = summary.get("step_ms")
     of_all_steps = of_all_steps.get("p50") if isinstance(of_all_steps, dict) else None
-    train_seconds = first_number(summary.get("train_seconds"), curves.newest.get("train_seconds"))
-    since_start_s = timeline.since_first_start_s
     gang = read_gang(run)
     num_ranks = gang.num_ranks
     return Results(
@@ -202,8 +200,8 @@ def _results(run: RunDir, status: RunStatus, curves: Curves, timeline: Timeline)
         step_ms=first_number(of_all_steps, step_ms and step_ms.last),
         ran_s=status.times.running_s,
         waited_s=status.times.queued_s,
-        train_seconds=train_seconds,
-        effective=min(1.0, train_seconds / since_start_s) if train_seconds is not None and since_start_s else None,
+        train_seconds=first_number(summary.get("train_seconds"), curves.newest.get("train_seconds")),
+        effective=status.effective and status.effective.ratio,
         gpu_hours=None if gang.on_cpu else status.times.running_s * num_ranks / 3600,
         rank_hours=status.times.running_s * num_ranks / 3600,
     )

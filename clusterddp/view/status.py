@@ -27,6 +27,7 @@ from clusterddp.run.seal import Mark, mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.steps import is_batch_script, job_output, shown_step
 from clusterddp.system.files import is_file, read_json
+from clusterddp.view.effective import Effective, read_effective
 from clusterddp.view.events import (
     HangEvent,
     NodeTransport,
@@ -46,7 +47,7 @@ from clusterddp.view.events import (
 from clusterddp.view.progress import TAIL_BYTES, Progress, read_progress
 from clusterddp.view.ranks import RankStatus, rank_statuses
 from clusterddp.view.steps import StepStatus, gang_of, read_steps, step_view
-from clusterddp.view.timeline import Times, read_timeline
+from clusterddp.view.timeline import Timeline, Times, read_timeline
 from clusterddp.wire import build
 
 if TYPE_CHECKING:
@@ -140,6 +141,8 @@ class RunStatus(RunSummary):
     """Of a hold: the run that runs in it, and those that wait."""
     shown_step: str | None = None
     """Of a batch script: the newest step that runs, else the first that failed, else the newest."""
+    effective: Effective | None = None
+    """How much of the time since the first step went into steps that count; null before the first."""
 
     @property
     def finished(self) -> bool:
@@ -148,7 +151,7 @@ class RunStatus(RunSummary):
     def without_times(self) -> dict[str, Any]:
         """Return its JSON without what changes every second."""
         age = {"reason": ""} if self.state is RunState.UNKNOWN else {}  # the reason has it
-        return self.to_json() | {"times": None, "last_output": None} | age
+        return self.to_json() | {"times": None, "last_output": None, "effective": None} | age
 
     def to_json(self) -> dict[str, Any]:
         cause = self.root_cause
@@ -176,6 +179,7 @@ class RunStatus(RunSummary):
             "hang": self.hang and dataclasses.asdict(self.hang),
             "last_output": self.last_output,
             "report": self.report,
+            "effective": self.effective and dataclasses.asdict(self.effective),
             **job,
         }
 
@@ -208,8 +212,10 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         usage.warning if usage else "",
         "" if view.finished else warn_of_wait(events),
     )
+    now = time.time()
+    timeline = read_timeline(run, record, is_finished=view.finished, now=now)
     return RunStatus(
-        **_summary(shown, record, view, tail_bytes=TAIL_BYTES),
+        **_summary(shown, record, view, timeline, tail_bytes=TAIL_BYTES),
         reason=view.reason,
         world_size=gang.num_ranks if gang else 0,
         ranks=rank_statuses(gang, attempt, start, of_ranks, unreached=unreached, report=usage) if gang else (),
@@ -235,6 +241,7 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
         last_output=_last_output(run, record, attempt) if is_running else None,
+        effective=read_effective(run, timeline, all_events, is_finished=view.finished, now=now),
     )
 
 
@@ -255,12 +262,13 @@ def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
     """Read the summary of a run whose record and state are known already."""
     reason = view.end.root_cause.error if view.end and view.end.root_cause else view.reason
-    return RunSummary(**_summary(run, record, view, tail_bytes=4096), reason=reason)
+    timeline = read_timeline(run, record, is_finished=view.finished, now=time.time())
+    return RunSummary(**_summary(run, record, view, timeline, tail_bytes=4096), reason=reason)
 
 
-def _summary(shown: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int) -> dict[str, Any]:
+def _summary(shown: RunDir, record: RunRecord, view: RunView, timeline: Timeline, *, tail_bytes: int) -> dict[str, Any]:
     """Read the fields of `RunSummary`, without the reason; `shown`: the run, or the step whose progress is meant."""
-    now, run = time.time(), RunDir(shown.path)
+    run = RunDir(shown.path)
     progress = read_progress(shown, tail_bytes=tail_bytes)
     return {
         "run": run.name,
@@ -275,7 +283,7 @@ def _summary(shown: RunDir, record: RunRecord, view: RunView, *, tail_bytes: int
         "progress": dataclasses.replace(progress, eta_s=None) if progress and view.finished else progress,
         "created": record.created_ns / 1e9,
         "ended": view.end.ended if view.end else None,
-        "times": read_timeline(run, record, is_finished=view.finished, now=now).times,
+        "times": timeline.times,
     }
 
 

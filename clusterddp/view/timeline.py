@@ -70,12 +70,6 @@ class Timeline:
         total_s = self.attempts[-1].ended - self.attempts[0].asked if self.attempts else 0.0
         return Times(queued_s=waited_s, running_s=ran_s, stopped_s=max(0.0, total_s - waited_s - ran_s))
 
-    @property
-    def since_first_start_s(self) -> float | None:
-        """Seconds from the first start of ranks to the last end; None: no ranks were started."""
-        starts = [attempt.started for attempt in self.attempts if attempt.started is not None]
-        return max(0.0, self.attempts[-1].ended - min(starts)) if starts else None
-
 
 def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: float) -> Timeline:
     """Read the history of a run."""
@@ -83,7 +77,7 @@ def read_timeline(run: RunDir, record: RunRecord, *, is_finished: bool, now: flo
     """When the wait for each attempt began."""
     with contextlib.suppress(OSError, ClusterddpError):
         for row in read_events(run):
-            name, at, attempt_number = row.get("event"), _time(row.get("time")), row.get("attempt")
+            name, at, attempt_number = row.get("event"), time_of(row.get("time")), row.get("attempt")
             if name in _ASKED and attempt_number is not None and at is not None:
                 asked.setdefault(attempt_number, at)
     attempts: list[AttemptSpan] = []
@@ -104,16 +98,16 @@ def _read_attempt(
         end = read_end(attempt)
     with contextlib.suppress(ClusterddpError):
         start = read_start(attempt) or start
-    started = _time(start.get("started"))
+    started = time_of(start.get("started"))
     if started is None and is_script:
         with contextlib.suppress(ClusterddpError, OSError):
-            started = _time((read_json(attempt.claim) or {}).get("time"))
+            started = time_of((read_json(attempt.claim) or {}).get("time"))
     if end is not None:
-        ended, outcome = _time(end.ended) or started or asked, str(end.outcome)
+        ended, outcome = time_of(end.ended) or started or asked, str(end.outcome)
     elif is_over:  # no process was left to record the end
         records: list[RankRecord] = []
         with contextlib.suppress(ClusterddpError, OSError):
-            records = [record for record in read_ranks(attempt) if _time(record.started)]
+            records = [record for record in read_ranks(attempt) if time_of(record.started)]
         started = started or min((record.started for record in records), default=None)
         known = [moment for record in records for moment in (record.started, record.ended) if moment]
         ended, outcome = max([started or asked, *known]), "LOST"
@@ -130,6 +124,6 @@ def _read_attempt(
     )
 
 
-def _time(value: object) -> float | None:
+def time_of(value: object) -> float | None:
     """Return a time of a record; None for what is none, such as one before the epoch or far in the future."""
     return float(value) if isinstance(value, int | float) and 0 < value < 1e11 else None

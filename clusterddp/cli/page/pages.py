@@ -30,6 +30,7 @@ from clusterddp.cli.text.compare import number_text, result_texts
 from clusterddp.cli.text.status import checkpoint_text, measures, short_progress, usage_texts
 from clusterddp.system.units import format_count
 from clusterddp.view.background import FileDiff
+from clusterddp.view.effective import PARTS
 from clusterddp.view.ranks import RankStatus
 from clusterddp.view.report import Comparison, Difference, RunReport, compare
 from clusterddp.view.status import RunSummary
@@ -140,6 +141,7 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         section(
             "Time",
             timeline_strip(report.timeline, 900),
+            _effective_table(report),
             _attempts_table(report, limits.rows),
         ),
         section("Ranks", _ranks_table(report, limits.rows)),
@@ -236,14 +238,34 @@ def _state(word: str) -> Html:
 
 
 def _cards(report: RunReport) -> Html:
-    """Draw the results as large numbers, and what the ratio means."""
+    """Draw the results as large numbers."""
     items = [el("li", el("b", text), name) for name, text in result_texts(report.results).items()]
-    note = el(
-        "p",
-        "effective: seconds in optimizer steps by the seconds from the first start of ranks to the last end",
-        class_="soft",
+    return el("ul", *items, class_="cards")
+
+
+def _effective_table(report: RunReport) -> Html | None:
+    """Draw where the time since the first step went: a bar for each part, and what each took after failures."""
+    effective = report.status.effective
+    if effective is None:
+        return None
+    rows: list[list[Child]] = [
+        [
+            name,
+            el("progress", value=f"{effective.parts[part]:.1f}", max=f"{effective.seconds:.1f}", aria_label=name),
+            f"{effective.parts[part] / effective.seconds:.1%}",
+            duration(effective.parts[part]),
+            *(f"{each[part]:.1f} s" if part in each else "-" for each in (effective.median_s, effective.worst_s)),
+        ]
+        for part, name in PARTS.items()
+        if effective.parts[part]
+    ]
+    columns = 6 if effective.faults else 4
+    head = ["", "", "share", "time", "after a failure, median", "worst"][:columns]
+    faults = f", {format_count(effective.faults, 'failure')}" if effective.faults else ""
+    whole = f"{effective.ratio:.1%} effective of {duration(effective.seconds)} since the first step{faults}"
+    return table(
+        head if effective.faults else head[:4], [row[: 6 if effective.faults else 4] for row in rows], caption=whole
     )
-    return join([el("ul", *items, class_="cards"), note if report.results.effective is not None else None])
 
 
 def _cause(report: RunReport) -> Html | None:

@@ -63,7 +63,7 @@ def result_texts(results: Results) -> dict[str, str]:
         "step ms": results.step_ms is not None and f"{results.step_ms:.4g}",
         "ran": duration(results.ran_s),
         "waited": duration(results.waited_s),
-        "effective": results.effective is not None and f"{results.effective:.0%}",
+        "effective": results.effective is not None and f"{results.effective:.1%}",
         "GPU-hours": results.gpu_hours is not None and number_text(round(results.gpu_hours, 4)),
         "rank-hours": results.gpu_hours is None and number_text(round(results.rank_hours, 4)),
     }

@@ -16,6 +16,7 @@ from clusterddp.run.attempts import read_end
 from clusterddp.run.record import BY_HAND, FOREIGN
 from clusterddp.system.files import read_json
 from clusterddp.system.units import format_bytes, format_count
+from clusterddp.view.effective import PARTS
 from clusterddp.view.printable import printable
 from clusterddp.view.status import diagnose, has_checkpoint
 from clusterddp.view.steps import NO_STEPS
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
     from clusterddp.run.directory import RunDir
     from clusterddp.run.record import RankEnd
+    from clusterddp.view.effective import Effective
     from clusterddp.view.events import NodeTransport
     from clusterddp.view.progress import Progress
     from clusterddp.view.ranks import RankStatus
@@ -34,6 +36,8 @@ _MOST_VALUES_SHOWN = 4
 _BARS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 _FEWEST_BARS = 4
 _WITH_JOB = "ended with the job"
+_MOSTLY_EFFECTIVE = 0.98
+"""From this ratio on a run of one attempt is not said to have lost time."""
 _STEP_COLUMNS = 120
 """The width of the table of steps, whose commands may be long, where there is no terminal."""
 
@@ -75,6 +79,8 @@ def status_lines(
     if status.start_phases:
         phases = (f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in status.start_phases.items())
         lines.append(f"  start: {', '.join(phases)}")
+    if status.effective and (status.attempt or status.effective.ratio < _MOSTLY_EFFECTIVE):
+        lines.append(f"  {effective_text(status.effective)}")
     lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
     pythons = _by_host([(rank.host, rank.python.text) for rank in status.ranks if rank.python])
     lines += [f"  python{' differs' if len(pythons) > 1 else ''}: {printable(text)}" for text in pythons]
@@ -106,6 +112,14 @@ def _hold_lines(status: RunStatus, address: str) -> list[str]:
     waits = f"; waiting: {', '.join(waiting)}" if waiting else ""
     start, end = f"clusterddp submit SPEC --in {address}", f"clusterddp cancel {address}"
     return [f"  {'run':<10} {runs}{waits}", "", f"  {'start':<10} {start}", f"  {'cancel':<10} {end}"]
+
+
+def effective_text(effective: Effective) -> str:
+    """Write how much of the time went into steps that count, and where the rest went, the most first."""
+    shares = {name: effective.parts[part] / effective.seconds for part, name in PARTS.items() if part != "steps"}
+    rest = [f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda each: -each[1]) if share >= 5e-4]
+    where = f" ({', '.join(rest)})" if rest else ""
+    return f"effective {effective.ratio:.1%} of {duration(effective.seconds)} since the first step{where}"
 
 
 def _step_lines(status: RunStatus, columns: int | None) -> list[str]:

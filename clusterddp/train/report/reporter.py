@@ -57,16 +57,18 @@ class Reporter:
         lr: float,
         figures: Mapping[str, Any],
         train_seconds: float,
+        checkpoint_seconds: float,
         eta_s: float,
     ) -> None:
         """Report the steps since the last report, over all ranks.
 
         `epoch` counts from 1; `steps_total` are those of the run; `accuracy` is a share, 0..1; `figures` are those of
-        `figures_of`; `train_seconds` are the seconds of steps so far, `eta_s` those that are left at this pace.
+        `figures_of`; `train_seconds` are the seconds of steps so far, `checkpoint_seconds` those in which steps waited
+        for checkpoints, `eta_s` those of the steps that are left at this pace.
         """
         values = {"loss": loss, "accuracy": accuracy, **figures, "lr": lr}
         place = {"epoch": epoch, "step": step, "train_seconds": train_seconds, "steps_total": steps_total}
-        self._row("train", values, place, schedule)
+        self._row("train", values, place | {"checkpoint_seconds": checkpoint_seconds}, schedule)
         self.log(
             f"epoch {epoch}/{schedule.epochs} step {step_in_epoch}/{schedule.steps_per_epoch} loss {loss:.3f} "
             f"acc {100 * accuracy:.1f} % lr {lr:.3g} {figures['images_per_s']:,.0f} img/s eta {spell_duration(eta_s)}"
