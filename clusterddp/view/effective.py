@@ -134,9 +134,12 @@ def read_effective(
     """
     rows = _read_rows(run)
     walk = _Walk()
+    facts: dict[Any, dict[str, dict[str, Any]]] = {}
+    for row in events:
+        if "step" not in row:  # of a batch script the attempt's own
+            facts.setdefault(row.get("attempt"), {})[row["event"]] = row
     for attempt in timeline.attempts:
-        facts = {row["event"]: row for row in events if row.get("attempt") == attempt.number and "step" not in row}
-        _walk_attempt(walk, run, attempt, facts, rows.get(attempt.number, []))
+        _walk_attempt(walk, run, attempt, facts.get(attempt.number, {}), rows.get(attempt.number, []))
     if not is_finished and timeline.attempts and timeline.attempts[-1].will_restart:
         walk.until("waited", now)
     seconds = sum(walk.parts.values())

@@ -34,7 +34,7 @@ def test_metrics_rows_have_place_and_speed(tmp_path: Path) -> None:
         *("kind", "attempt", "epoch", "step", "loss", "accuracy", "lr", "epochs_total", "steps_total", "time"),
         *("images_per_s", "images_per_s_per_rank", "step_ms", "data_wait_percent", "comm_exposed_percent"),
         *("comm_bytes_per_step", "memory_peak_mb"),
-        *("straggler_spread", "precision", "comm", "exact", "train_seconds"),
+        *("straggler_spread", "precision", "comm", "exact", "train_seconds", "checkpoint_seconds"),
     }
     assert [(row["epoch"], row["step"], row["samples"]) for row in metrics_rows(path, "eval")] == [
         (1, 9, 57),
@@ -213,6 +213,7 @@ def test_a_report_of_steps_is_one_line(
         lr=0.16123,
         figures={"images_per_s": 1512.4},
         train_seconds=12.5,
+        checkpoint_seconds=0.5,
         eta_s=eta_s,
     )
     assert capsys.readouterr().err == (

@@ -79,7 +79,7 @@ def test_json_has_the_keys_that_scripts_rely_on(tmp_path: Path) -> None:
         "warning",
         "checkpoint",
     ]
-    promised += ["stopping", "lost_rows", "nodes_changed", "hang", "last_output", "report"]
+    promised += ["stopping", "lost_rows", "nodes_changed", "hang", "last_output", "report", "effective"]
     assert [key for key in status if key != "reason"] == promised
     assert list(status["ranks"][0]) == RANK_KEYS
     assert list(status["root_cause"]) == ["rank", "host", "exit_code", "error", "log"]
