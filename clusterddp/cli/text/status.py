@@ -25,7 +25,6 @@ if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
     from clusterddp.run.directory import RunDir
     from clusterddp.run.record import RankEnd
-    from clusterddp.view.effective import Effective
     from clusterddp.view.events import NodeTransport
     from clusterddp.view.progress import Progress
     from clusterddp.view.ranks import RankStatus
@@ -79,8 +78,7 @@ def status_lines(
     if status.start_phases:
         phases = (f"{name.replace('_', ' ')} {seconds:.1f} s" for name, seconds in status.start_phases.items())
         lines.append(f"  start: {', '.join(phases)}")
-    if status.effective and (status.attempt or status.effective.ratio < _MOSTLY_EFFECTIVE):
-        lines.append(f"  {effective_text(status.effective)}")
+    lines += _effective_lines(status)
     lines += [f"  NCCL: {printable(text)}" for text in transport_texts(status.transports)]
     pythons = _by_host([(rank.host, rank.python.text) for rank in status.ranks if rank.python])
     lines += [f"  python{' differs' if len(pythons) > 1 else ''}: {printable(text)}" for text in pythons]
@@ -114,12 +112,15 @@ def _hold_lines(status: RunStatus, address: str) -> list[str]:
     return [f"  {'run':<10} {runs}{waits}", "", f"  {'start':<10} {start}", f"  {'cancel':<10} {end}"]
 
 
-def effective_text(effective: Effective) -> str:
-    """Write how much of the time went into steps that count, and where the rest went, the most first."""
+def _effective_lines(status: RunStatus) -> list[str]:
+    """Write how much of the time went into steps that count, and where the rest went, if the run has lost time."""
+    effective = status.effective
+    if effective is None or not (status.attempt or effective.ratio < _MOSTLY_EFFECTIVE):
+        return []
     shares = {name: effective.parts[part] / effective.seconds for part, name in PARTS.items() if part != "steps"}
     rest = [f"{name} {share:.1%}" for name, share in sorted(shares.items(), key=lambda each: -each[1]) if share >= 5e-4]
     where = f" ({', '.join(rest)})" if rest else ""
-    return f"effective {effective.ratio:.1%} of {duration(effective.seconds)} since the first step{where}"
+    return [f"  effective {effective.ratio:.1%} of {duration(effective.seconds)} since the first step{where}"]
 
 
 def _step_lines(status: RunStatus, columns: int | None) -> list[str]:
