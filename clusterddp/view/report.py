@@ -201,7 +201,7 @@ def _results(run: RunDir, status: RunStatus, curves: Curves) -> Results:
         ran_s=status.times.running_s,
         waited_s=status.times.queued_s,
         train_seconds=first_number(summary.get("train_seconds"), curves.newest.get("train_seconds")),
-        effective=status.effective and status.effective.ratio,
+        effective=status.effective.ratio if status.effective else None,
         gpu_hours=None if gang.on_cpu else status.times.running_s * num_ranks / 3600,
         rank_hours=status.times.running_s * num_ranks / 3600,
     )
