@@ -5,6 +5,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -87,6 +88,13 @@ def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+@pytest.fixture(autouse=True)
+def no_bad_nodes() -> Iterator[None]:
+    """Forget the nodes that a test has failed: other tests' clusters have nodes of the same names."""
+    yield
+    Path(os.environ["XDG_STATE_HOME"], "clusterddp", "nodes.json").unlink(missing_ok=True)
+
+
 @pytest.fixture(scope="session")
 def needs_rack() -> None:
     """Skip, with the reason, where no rack can run; fail where CLUSTERDDP_TEST_RACK says that it must."""
@@ -108,7 +116,9 @@ def shared_rack(needs_rack: None) -> Iterator[Rack]:
 @pytest.fixture(scope="module")
 def rack(shared_rack: Rack) -> Rack:
     """A rack of four nodes, idle, for tests that leave it as they found it; the others start their own."""
-    shared_rack.run(HEAD, ["sh", "-c", "squeue -h -o %A | xargs -r scancel"])
+    shared_rack.run(
+        HEAD, ["sh", "-c", "squeue -h -o %A | xargs -r scancel; rm -f ~/.local/state/clusterddp/nodes.json"]
+    )
     shared_rack.await_idle()
     return shared_rack
 
