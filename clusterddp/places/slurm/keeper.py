@@ -128,10 +128,10 @@ class _Keeper:
         if self._run is None or self._child is None or self._child.poll() is None:
             return
         run, self._run = self._run, None
-        token = read_run(run).token
         if retry_outage(lambda: final_end(run)) is None:
-            end_processes(f"{token}.", timeout_s=5.0)
+            end_processes(f"{read_run(run).token}.", timeout_s=5.0)
             end_run(run, failed("the process of its hold that carried it ended", log="launcher/job.log"))
+        self._end_steps()
         drop_secrets(run)
         self._request.unlink(missing_ok=True)
 
@@ -148,4 +148,13 @@ class _Keeper:
             self._cancelled_at = time.monotonic()
         elif self._cancelled_at is not None and time.monotonic() >= self._cancelled_at + _PATIENCE_S:
             self._cancelled_at = float("inf")
-            end_processes(f"{read_run(run).token}.", timeout_s=5.0)  # srun among them, which ends the step
+            self._end_steps()
+
+    def _end_steps(self) -> None:
+        """Have Slurm end what is left of a run on any node: its step outlives an srun that was killed."""
+        job, environ = self._carried.start.job_id, self._carried.environment
+        with contextlib.suppress(SlurmError):
+            argv = ["squeue", "--noheader", "--steps", f"--jobs={job}", "--format=%i"]
+            steps = run_slurm(argv, environ=environ).split()
+            for step in (each for each in steps if each.rpartition(".")[2].isdecimal()):
+                run_slurm(["scancel", step], environ=environ)

@@ -224,6 +224,21 @@ def test_a_killed_supervisor_ends_the_step_and_the_next_attempt_is_another_step(
     person.clusterddp("cancel", kept.name)
 
 
+def test_a_run_whose_supervisors_do_not_answer_is_cancelled_and_the_hold_stays(rack: Rack):
+    person = person_at(rack, "hangs", FOREVER)
+    kept = hold(person)
+    run = submit_in(person, kept)
+    await_rank(run)
+    token = person.record(run).token
+    for supervisor in find_processes(f"{token}.s0", f"{token}.s1"):
+        os.kill(supervisor.pid, signal.SIGSTOP)
+    person.clusterddp("cancel", run.name, check=False)
+    assert await_final_end(run, 60).outcome == "CANCELLED"
+    wait_until(lambda: not person.processes(run), 20, what=lambda: person.processes(run))
+    assert person.status(kept)["state"] == "RUNNING"
+    person.clusterddp("cancel", kept.name)
+
+
 def test_a_submit_that_is_killed_leaves_a_run_that_goes_on_or_was_never_started(rack: Rack):
     person = person_at(rack, "killed")
     kept = hold(person)

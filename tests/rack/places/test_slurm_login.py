@@ -122,6 +122,16 @@ def test_the_next_commands_find_a_run_without_the_profile(laptop: Laptop) -> Non
     assert [laptop.ok("logs", name) for name in (run, run[:-1], "@last")] == ["here  as sent"] * 3
 
 
+def test_a_hold_is_kept_from_a_laptop(laptop: Laptop) -> None:
+    hold = laptop.ok("hold", "job.yaml", "--for", "10m", "--profile", "hpc")
+    laptop.await_state_of(hold, "RUNNING")
+    (laptop.path / "words.txt").write_text("sent later\n")
+    run = laptop.submit("--in", hold, "--wait")
+    assert (laptop.ok("logs", run), laptop.state_of(hold)) == ("here  sent later", "RUNNING")
+    laptop.ok("cancel", hold)
+    laptop.await_state_of(hold, "CANCELLED")
+
+
 def test_a_list_says_where_the_other_runs_are(laptop: Laptop) -> None:
     run = laptop.submit("slurm.hold=true")
     assert "1 run is on the cluster of profile hpc: clusterddp list --profile hpc" in laptop.clusterddp("list").stderr
