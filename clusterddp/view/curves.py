@@ -179,12 +179,15 @@ def read_curves(path: Path) -> Curves:
     return curves
 
 
-def sample_lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that are read, the last one among them, each with its number from 1."""
+def sample_lines(path: Path, *, whole_bytes: int = _WHOLE_BYTES) -> Iterator[tuple[int, bytes]]:
+    """Yield the lines that are read, the last one among them, each with its number from 1.
+
+    `whole_bytes`: a file up to this size is read whole; of a larger one about 10,000 lines.
+    """
     with contextlib.suppress(OSError, ClusterddpError), open_regular(path) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
-        distance = size // _SAMPLED_ROWS if size > _WHOLE_BYTES else 0
+        distance = size // _SAMPLED_ROWS if size > whole_bytes else 0
         end, sample_at, num_lines, skipped = 0, 0, 0, b""
         while (line := file.readline(_MAX_LINE_BYTES)).endswith(b"\n"):  # else it is being written, or far too long
             begin, end, num_lines = end, end + len(line), num_lines + 1

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.run.record import read_events
 from tests.support.gang_runs import running
 from tests.support.waiting import PATIENCE, wait_until
 
@@ -137,6 +138,9 @@ def test_a_stopped_supervisor_is_lost_when_its_heartbeat_timeout_is_over(tmp_pat
         )
         os.kill(pid, signal.SIGCONT)
         gang.await_end()
+        failed = next(event for event in read_events(gang.run) if event["event"] == "rank_failed")
+        assert failed["silent_s"] >= 1.5
+        assert failed["noticed"] < gang.end().ended
 
 
 def test_a_head_that_was_stopped_for_too_long_is_the_root_cause(tmp_path):
