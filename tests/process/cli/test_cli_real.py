@@ -352,7 +352,7 @@ def test_a_training_goes_on_with_other_numbers_of_ranks(place: Path) -> None:
         wait_for_metrics(run, attempt)
         assert clusterddp(place, "cancel", "--save", name).returncode == 0
         clusterddp(place, "wait", name)
-        rest = [f"train.epochs={read_jsonl(run.metrics)[-1]['epoch'] + 1}"] if ranks == 1 else []
+        rest = [f"train.epochs={list(read_jsonl(run.metrics))[-1]['epoch'] + 1}"] if ranks == 1 else []
         done = clusterddp(place, "resume", name, *sizes, *rest)
         assert done.returncode == 0, done.stderr
         assert ("a step still has 20 images" in done.stderr) == (ranks != 3), done.stderr
