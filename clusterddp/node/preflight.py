@@ -204,7 +204,7 @@ def compare_links(mbyte_per_s: Mapping[int, float]) -> dict[int, str]:
 
 def is_checked(order: SupervisorOrder) -> bool:
     """Return whether a node is measured: on other machines than the one of the submit, before the run's own ranks."""
-    return order.step is None and (order.over_ssh or order.job is not None)
+    return order.step is None and order.is_elsewhere
 
 
 class NodeCheck:

@@ -124,7 +124,7 @@ def learn(run: RunDir, events: Sequence[Mapping[str, Any]] | None = None) -> Non
     """
     with contextlib.suppress(ClusterddpError, OSError, ValueError, KeyError, TypeError):
         record = read_run(run)
-        if record.launcher not in ("slurm", "ssh"):
+        if record.launcher in ("local", "worker"):
             return
         events, marks = read_events(run) if events is None else events, list[Mark]()
         for attempt in run.attempts():

@@ -97,6 +97,11 @@ class SupervisorOrder(Written):
         return self.node_rank == 0
 
     @property
+    def is_elsewhere(self) -> bool:
+        """True if the ranks run on other machines than that of the submit."""
+        return self.over_ssh or self.job is not None
+
+    @property
     def spans_hosts(self) -> bool:
         """True if the nodes are on several hosts, which may lose each other."""
         return len({node.host for node in self.gang.nodes}) > 1
