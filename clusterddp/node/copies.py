@@ -25,7 +25,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import LOOPBACK_ADDRESS
@@ -60,7 +60,7 @@ _PROTOCOL = Protocol(
     key="token",
     max_bytes_to_server=4096,
     max_bytes_to_client=2 * _MAX_MANIFEST_BYTES,
-    fields={"have": {"manifest": str}},
+    fields={"have": {"name": str, "manifest": str}},
 )
 Age = tuple[int, int]
 """The attempt and the step of a checkpoint; a later one is newer."""
@@ -281,12 +281,9 @@ def send(what: Transfer, listener: socket.socket) -> None:
 
     Raises: OSError: nobody comes in time, or the connection breaks, or a file is gone.
     """
-    folder = RunDir(what.run_dir).checkpoints
-    text = read_regular(folder / f"{what.name}.json", _MAX_MANIFEST_BYTES).decode()
     until = time.monotonic() + _NO_ANSWER_S
     with contextlib.ExitStack() as opened:
-        # Opened first: a later checkpoint may lead to the removal of this one meanwhile.
-        files = [opened.enter_context(open(folder / each["file"], "rb")) for each in files_of(what.name, text)]
+        name, text, files = _open_newest(RunDir(what.run_dir), opened)
         while time.monotonic() < until:
             listener.settimeout(max(0.1, until - time.monotonic()))
             sock, _ = listener.accept()
@@ -294,7 +291,7 @@ def send(what: Transfer, listener: socket.socket) -> None:
             if not connection.wait(min(until, time.monotonic() + 10.0)):
                 connection.close()
                 continue
-            connection.send({"kind": "have", "manifest": text})
+            connection.send({"kind": "have", "name": name, "manifest": text})
             answer = connection.wait(time.monotonic() + _NO_ANSWER_S)
             if answer and answer[0]["kind"] == "go":
                 sock.settimeout(_NO_ANSWER_S)
@@ -303,6 +300,24 @@ def send(what: Transfer, listener: socket.socket) -> None:
             sock.close()
             return
     raise TimeoutError("nobody has fetched it")
+
+
+def _open_newest(run: RunDir, opened: contextlib.ExitStack) -> tuple[str, str, list[BinaryIO]]:
+    """Open the files of the newest checkpoint, with its name and its manifest.
+
+    It may be newer than what was asked for, which a later one may have removed; what is open stays readable.
+    Raises: OSError: files are missing.
+    """
+    for last_try in (False, False, True):
+        name = newest_here(run)
+        try:
+            text = read_regular(run.checkpoints / f"{name}.json", _MAX_MANIFEST_BYTES).decode()
+            files = [run.checkpoints / each["file"] for each in files_of(name, text)]
+            return name, text, [opened.enter_context(open(file, "rb")) for file in files]
+        except FileNotFoundError:
+            if last_try:
+                raise
+    raise AssertionError
 
 
 def receive(what: Transfer) -> int:
@@ -319,13 +334,13 @@ def receive(what: Transfer) -> int:
         have = connection.wait(time.monotonic() + _NO_ANSWER_S)
         if not have or have[0]["kind"] != "have":
             raise ClusterddpError(f"the sender does not answer: {connection.lost or 'no answer in time'}")
-        text = str(have[0]["manifest"])
-        manifest = folder / f"{what.name}.json"
+        name, text = str(have[0]["name"]), str(have[0]["manifest"])
+        files = files_of(name, text)
+        manifest = folder / f"{name}.json"
         with contextlib.suppress(FileNotFoundError):
             if manifest.read_text() == text:
                 connection.send({"kind": "has"})
                 return 0
-        files = files_of(what.name, text)
         total = sum(int(each["bytes"]) for each in files)
         if shutil.disk_usage(folder).free < total + _SPARE_BYTES:
             raise ClusterddpError(f"{folder}: too little space for {format_bytes(total)}")
@@ -344,6 +359,8 @@ def files_of(name: str, manifest: str) -> list[dict[str, Any]]:
 
     Raises: ValueError: it is no manifest of this checkpoint.
     """
+    if not _NAME.fullmatch(name):
+        raise ValueError(f"not the name of a checkpoint: {name!r}")
     whole = build({**_FILE, "shards": list[dict[str, Any]] | None}, read_object(manifest))
     files = [{key: whole[key] for key in _FILE}, *(build(_FILE, each) for each in whole["shards"] or ())]
     for each in files:
