@@ -296,7 +296,10 @@ class Supervisor:
         """Search the head again, with no ranks left; it takes this node into a later attempt."""
         gang = self._order.gang
         assert gang.min_nodes is not None
-        goes_on = len(gang.nodes) > gang.min_nodes
+        # Without node 0 no attempt begins: only where this node is the one that was cut off may the run go on.
+        loss = self.uplink.head_lost
+        own_fault = (loss is not None and loss.kind == "given_up") or is_cut_off(self._ranks.interface)
+        goes_on = own_fault and len(gang.nodes) > gang.min_nodes
         log_line("this node searches node 0's supervisor again, to take part in a later attempt")
         self._record_at = None
         assert isinstance(self.uplink, HeadElsewhere)
