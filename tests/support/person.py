@@ -26,6 +26,11 @@ CLUSTERDDP = [sys.executable, "-m", "clusterddp"]
 IN_CHECKOUT = {"PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
+def state_of(rack: Rack) -> Path:
+    """Return the state directory of the user on a rack: other racks have nodes of the same names."""
+    return rack.dir / "shared" / "state"
+
+
 @dataclass(kw_only=True)
 class Person:
     """Works in a directory, with variables of their own."""
@@ -42,7 +47,7 @@ class Person:
         return self.path / "runs"
 
     def variables(self, more: Mapping[str, str] | None = None) -> dict[str, str]:
-        given = dict(os.environ) if self.rack is None else IN_CHECKOUT
+        given = dict(os.environ) if self.rack is None else IN_CHECKOUT | {"XDG_STATE_HOME": str(state_of(self.rack))}
         return {**given, **self.environ, **(more or {})}
 
     def command(self, *arguments: str) -> list[str]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clusterddp.run.directory import RunDir
-from tests.support.person import Person
+from tests.support.person import Person, state_of
 from tests.support.waiting import wait_until
 from tests.testbed.files import slurm_year
 from tests.testbed.plan import HEAD, SYSTEM_PATH
@@ -46,9 +46,10 @@ class SlurmPerson(Person):
 
     @classmethod
     def at(cls, rack: Rack, name: str) -> SlurmPerson:
-        """Give a user a new directory."""
+        """Give a user a new directory; no node is left out for what an earlier test has done to it."""
         path = rack.dir / "shared" / name
         path.mkdir()
+        (state_of(rack) / "clusterddp" / "nodes.json").unlink(missing_ok=True)
         return cls(rack=rack, path=path)
 
     def write_spec(self, more: str = HELD, *, resources: str = "{nodes: 2, procs_per_node: 2}") -> None:
