@@ -79,7 +79,7 @@ def test_nccl_s_sockets_take_the_fastest_network_and_gloo_stays_on_the_route(
     joined = JoinedNodes(gang, timeout_s=1.0, now=0.0)
     hosts = [at(11, *first), at(12, *second)]
     for node, links in zip(gang.nodes, hosts, strict=True):
-        joined.join(node, {"pid": 1, "links": report_links(links)})
+        joined.join(node, {"pid": 1, "links": report_links(links)}, 0.0)
     order = {"master_addr": "10.0.0.11", "networks": joined.faster_networks("10.0.0.11")}
     for node, links in zip(gang.nodes, hosts, strict=True):
         network = find_rank_network(gang, node, order, links)

@@ -180,7 +180,7 @@ def test_what_is_no_archive_of_files_is_refused(host: Host, data: bytes) -> None
 
 
 def test_an_archive_that_ends_early_is_refused(host: Host, source: Path) -> None:
-    with pytest.raises(ClusterddpError, match=r"no complete archive \(unexpected end of data\)"):
+    with pytest.raises(ClusterddpError, match=r"an incomplete archive \(unexpected end of data\)"):
         ask(host, "store.put", archive_of(source)[:100_000], sum=list_files(source).digest())
     assert what_lies_in(host.root / "code") == {}
 
@@ -361,7 +361,7 @@ def test_a_file_in_the_way_of_a_directory_or_file_is_reported(host: Host, source
     else:
         (target / "train.py").mkdir()
     before = what_lies_in(target)
-    words = "train.py: there is a directory already" if way == "directory" else "sub: there is something that is no dir"
+    words = "train.py: there is a directory already" if way == "directory" else "sub: there is something that is not a dir"
     with pytest.raises(ClusterddpError, match=words):
         put_data(host, source, target)
     assert what_lies_in(target) == before
