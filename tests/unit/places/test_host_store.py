@@ -361,7 +361,7 @@ def test_a_file_in_the_way_of_a_directory_or_file_is_reported(host: Host, source
     else:
         (target / "train.py").mkdir()
     before = what_lies_in(target)
-    words = "train.py: there is a directory already" if way == "directory" else "sub: there is something that is not a dir"
+    words = "train.py: there is a directory already" if way == "directory" else "sub: there is something that is not"
     with pytest.raises(ClusterddpError, match=words):
         put_data(host, source, target)
     assert what_lies_in(target) == before
