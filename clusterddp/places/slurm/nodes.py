@@ -82,7 +82,7 @@ def _notes_on_nodelist(plan: SlurmPlan, environ: Mapping[str, str]) -> Iterator[
 
 def _notes_on_maintenance(plan: SlurmPlan, environ: Mapping[str, str]) -> Iterator[str]:
     text, now = plan.option("time"), time.time()
-    limit_s = float(read_duration(text).seconds) if text else _SOON_S
+    limit_s = _read_limit_s(text)
     argv = ["scontrol", "show", "reservation", "-o"]
     for line in run_slurm(argv, environ=environ, timeout_s=_TIMEOUT_S).splitlines():
         values = dict(word.split("=", 1) for word in line.split() if "=" in word)
@@ -93,6 +93,16 @@ def _notes_on_maintenance(plan: SlurmPlan, environ: Mapping[str, str]) -> Iterat
         cause = f"its time limit is {text}" if text else "it has no time limit"
         hint = f"a shorter resources.time than {(begin - now) / 3600:.1f} h lets it start before"
         yield f"maintenance of {nodes} begins {when}, and {cause}: Slurm gives it none of these nodes; {hint}"
+
+
+def _read_limit_s(text: str) -> float:
+    """Read the time limit of a spec, or of a user's script, where a large number of minutes is fine, too."""
+    if text.isdecimal():
+        return 60.0 * int(text)
+    try:
+        return float(read_duration(text).seconds)
+    except ValueError:  # none, UNLIMITED, or what sbatch refuses
+        return _SOON_S
 
 
 def _expand(hosts: str) -> tuple[str, ...]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -146,6 +147,15 @@ def test_a_maintenance_that_begins_before_the_end_is_said(
     size = f", time: '{time_limit}'" if time_limit else ""
     said = notes_on_nodes(slurm_plan(tmp_path, environ, size=size).slurm, environ)
     assert [note.startswith("maintenance of node[1-4] begins ") for note in said] == [True] * notes
+
+
+@pytest.mark.parametrize(("text", "notes"), [("2880", 1), ("2-0", 1), ("60", 0), ("UNLIMITED", 1), ("nonsense", 1)])
+def test_a_scripts_own_time_limit_may_have_any_of_slurms_forms(text: str, notes: int, tmp_path: Path, slurm) -> None:
+    begin = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(time.time() + 5 * 3600))
+    line = f"ReservationName=upgrade StartTime={begin} EndTime={begin} Duration=1 Nodes=node1 Flags=MAINT\n"
+    environ = slurm(reservations=line)
+    plan = dataclasses.replace(slurm_plan(tmp_path, environ).slurm, script=f"#!/bin/bash\n#SBATCH --time={text}\n")
+    assert len(notes_on_nodes(plan, environ)) == notes
 
 
 def test_over_ssh_a_marked_host_is_taken_last(tmp_path: Path) -> None:
