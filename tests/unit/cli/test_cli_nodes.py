@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
-import dataclasses
 import time
 from collections.abc import Callable
 from pathlib import Path
