@@ -242,7 +242,15 @@ def test_resume_submits_a_new_job_with_a_tag_of_its_own(person: SlurmPerson) -> 
 def test_a_user_who_has_no_name_cancels_a_job(person: SlurmPerson) -> None:
     """As in a container, or while the directory service is down."""
     os.chown(person.path, 54_321, 54_321)
-    became = ["setpriv", "--reuid=54321", "--regid=54321", "--clear-groups", "env", f"HOME={person.path}"]
+    became = [
+        "setpriv",
+        "--reuid=54321",
+        "--regid=54321",
+        "--clear-groups",
+        "env",
+        f"HOME={person.path}",
+        f"XDG_STATE_HOME={person.path}",
+    ]
 
     def clusterddp(*arguments: str) -> subprocess.CompletedProcess[str]:
         argv = [*became, *person.command(*arguments)]
