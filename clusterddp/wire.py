@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from types import UnionType
 from typing import (
-    TYPE_CHECKING,
     Any,
     Literal,
     TypeVar,
@@ -22,10 +21,8 @@ from typing import (
     overload,
 )
 
-if TYPE_CHECKING:
-    from typing_extensions import Self
-
 _T = TypeVar("_T")
+_W = TypeVar("_W", bound="Written")
 UNWRITTEN = {"written": False}
 """The metadata of a field that is not in the JSON of its dataclass."""
 _ATOMS = frozenset({int, str, float, bool, type(None)})
@@ -51,7 +48,7 @@ class Written:
         return written
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Self:
+    def from_json(cls: type[_W], data: dict[str, Any]) -> _W:
         """Read what `to_json` wrote; see `build` for data that is none."""
         return build(cls, data, cls.__name__.lower())
 

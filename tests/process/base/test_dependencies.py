@@ -35,6 +35,7 @@ ARGUMENTS = {
     "exec": "exec RUN -- true",
     "gc": "gc -n",
     "help": "help",
+    "hold": "hold job.yaml",
     "hosts": "hosts host.invalid",
     "import": "import hostfile",
     "init": "init new.yaml",

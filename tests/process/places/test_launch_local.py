@@ -14,7 +14,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from clusterddp.errors import UsageError
+from clusterddp.errors import SpecError, UsageError
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import end_processes, read_cookie
@@ -442,7 +442,7 @@ def test_a_run_goes_on_with_other_values_and_the_code_of_its_first_submit(start:
     wait(run, 30)
     code, token = run.code.resolve(), read_run(run).token
     for refused in ("launcher=slurm", "entry.script=other.py", "name=other"):
-        with pytest.raises(UsageError, match=r"resume goes on with the same|no such file"):
+        with pytest.raises((UsageError, SpecError), match=r"resume goes on with the same|no such file"):
             resume(run, overrides=[refused])
     with pytest.raises(UsageError, match="already completed"):
         resume(run)
