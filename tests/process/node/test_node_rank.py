@@ -62,8 +62,8 @@ def test_little_is_imported_before_the_program(tmp_path):
                     "clusterddp.run.stop", "clusterddp.node", "clusterddp.node.rank", "clusterddp.node.entry",
                     "clusterddp.node.stack_hook",
                     "clusterddp.ranks", "clusterddp.ranks.environment",
-                    "clusterddp.system", "clusterddp.system.exclusive", "clusterddp.system.files", "clusterddp.system.processes",
-                    "clusterddp.wire"}  # fmt: skip
+                    "clusterddp.system", "clusterddp.system.exclusive", "clusterddp.system.files",
+                    "clusterddp.system.processes", "clusterddp.wire"}  # fmt: skip
 
 
 @pytest.mark.parametrize(
