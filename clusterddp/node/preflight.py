@@ -326,7 +326,7 @@ class Preflight:
 
     def facts(self) -> dict[str, dict[str, Any]]:
         """Return what the newest round has measured, by host."""
-        return {self.gang.nodes[each].host: dataclasses.asdict(found) for each, found in sorted(self.found.items())}
+        return {self.gang.node(each).host: dataclasses.asdict(found) for each, found in sorted(self.found.items())}
 
     def _on_link(self, node_rank: int, mbyte_per_s: float) -> None:
         """Compare the links once all are known; one that seems slow is measured once more, without the others."""
