@@ -86,7 +86,8 @@ class Places:
     def _fresh(self, node: str) -> Path:
         assert self.rack is not None
         place = self.rack.outside(node, WORK)
-        shutil.rmtree(place, ignore_errors=True)
+        if place.exists():  # what is left of a row's processes may still write: not removed, but put aside
+            place.rename(place.with_name(f"{place.name}-{time.monotonic_ns()}"))
         place.mkdir()
         return place
 

@@ -46,11 +46,10 @@ class SlurmPerson(Person):
 
     @classmethod
     def at(cls, rack: Rack, name: str) -> SlurmPerson:
-        """Give a user a new directory; no node is left out for what an earlier test has done to it."""
+        """Give a new user a directory; they know nothing of the nodes that earlier users' runs have met."""
         path = rack.dir / "shared" / name
         path.mkdir()
-        (state_of(rack) / "clusterddp" / "nodes.json").unlink(missing_ok=True)
-        return cls(rack=rack, path=path)
+        return cls(rack=rack, path=path, environ={"XDG_STATE_HOME": str(state_of(rack) / name)})
 
     def write_spec(self, more: str = HELD, *, resources: str = "{nodes: 2, procs_per_node: 2}") -> None:
         """Write job.yaml, by default for a job that waits until it is released."""

@@ -122,7 +122,9 @@ def test_nothing_warns_on_bare_hosts(finished: TwoHosts) -> None:
 
 
 def test_a_host_without_rank_0_has_its_own_attempts_files_and_no_others(finished: TwoHosts) -> None:
-    assert sorted(os.listdir(finished.second.path)) == ["attempts", "launcher", "plan.json"]
+    there = set(os.listdir(finished.second.path))
+    copy = {"checkpoints"}  # of the newest checkpoint, if it has come before the run's end
+    assert there - copy == {"attempts", "launcher", "plan.json"}
 
 
 def test_a_host_with_rank_0_has_all_that_belongs_to_the_run(finished: TwoHosts) -> None:

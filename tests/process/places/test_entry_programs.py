@@ -55,7 +55,7 @@ def test_the_file_by_which_ranks_met_is_gone_after_the_run(tmp_path: Path) -> No
 def test_an_exception_in_a_spawned_rank_is_the_root_cause() -> None:
     entry = "entry: {script: spawning.py, owns_ranks: true, args: [--nprocs, 2, --fail-rank, 3]}"
     status = run_spec(entry, nodes=2, expected="FAILED").status()
-    assert (status["world_size"], [rank["owns"] for rank in status["ranks"]]) == (4, [[0, 1], [2, 3]])
+    assert (status["world_size"], [list(rank["owns"]) for rank in status["ranks"]]) == (4, [[0, 1], [2, 3]])
     cause = status["root_cause"]
     who, _, words = cause["error"].partition(": ")
     assert (cause["rank"], who.partition(" on ")[0]) == (1, "the program of ranks 2-3")

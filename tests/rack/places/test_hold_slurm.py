@@ -14,7 +14,7 @@ import pytest
 from clusterddp.run.attempts import read_end
 from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
-from clusterddp.run.find import find_run
+from clusterddp.run.find import find_run, list_runs
 from tests.support.slurm_person import SlurmPerson
 from tests.support.slurm_runs import await_final_end
 from tests.support.waiting import wait_until
@@ -248,9 +248,9 @@ def test_a_submit_that_is_killed_leaves_a_run_that_goes_on_or_was_never_started(
         time.sleep(delay_s)
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    for run in person.runs_dir.iterdir():
-        if (run / "run.json").exists() and run.name != kept.name:
-            state = person.await_status(RunDir(run), lambda now: now["state"] in {"COMPLETED", "LOST"}, 60)
+    for run in list_runs(person.runs_dir):
+        if run.name != kept.name:
+            state = person.await_status(run, lambda now: now["state"] in {"COMPLETED", "LOST"}, 60)
             states.add(state["state"])
     assert states <= {"COMPLETED", "LOST"}
     assert person.status(kept)["held"] == []
