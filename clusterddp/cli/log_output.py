@@ -145,7 +145,7 @@ def _fetch_logs(
 
     Returns the ranks, and the query by which the copies are read.
     """
-    from clusterddp.view.logs import choose_ranks, lacks_times, position_of_last_lines
+    from clusterddp.view.logs import JOB, choose_ranks, position_of_last_lines
 
     if follow or ranks == "failed":
         sync.update()
@@ -163,6 +163,6 @@ def _fetch_logs(
     # --follow without --tail shows the beginning while the rest is copied
     if query.tails is None and (not follow or lines is not None or query.since is not None):
         sync.update_logs()
-    if (query.timestamps or query.since is not None) and lacks_times(run, chosen, query.attempt):
+    if (query.timestamps or query.since is not None) and chosen == (JOB,):
         say("note: the times of these lines were not recorded; --since shows a file whole if it changed since then")
     return chosen, query

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import itertools
@@ -15,14 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
 
-from clusterddp.errors import ClusterddpError, UsageError
+from clusterddp.errors import UsageError
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.log_times import NOTE_EVERY_S, LogTimesReader
-from clusterddp.run.record import read_gang, read_ranks, read_start
+from clusterddp.run.log_times import LogTimesReader
+from clusterddp.run.record import read_gang, read_ranks
 from clusterddp.run.steps import is_whole_script, job_output
 from clusterddp.system.files import open_regular, read_json, read_last_bytes
 from clusterddp.system.units import UNIT_S
@@ -224,22 +223,6 @@ def _fold_turn(logs: list[_RankLog], foldings: Sequence[Folding], turn: int, *, 
                 folding.add(piece, turn)
         while (taken := folding.take(until=turn - 1)) is not None:
             yield taken
-
-
-def lacks_times(run: RunDir, ranks: tuple[int, ...], attempt: int | None) -> bool:
-    """Return whether the supervisors of an attempt have not recorded when lines were written, as older ones do not."""
-    number = _newest_attempt(run) if attempt is None else attempt
-    if number is None or ranks == (JOB,):
-        return number is not None
-    directory = run.attempt(number)
-    gang = read_gang(run, directory)
-    started = None
-    with contextlib.suppress(ClusterddpError):
-        started = (read_start(directory) or {}).get("started")
-    if started is None or time.time() - started < 2 * NOTE_EVERY_S:
-        return False
-    known = (rank for rank in ranks if rank < gang.world_size)
-    return not all(directory.log_times(gang.node_of(rank).node_rank).exists() for rank in known)
 
 
 def _attempts(run: RunDir) -> list[int]:

@@ -19,7 +19,7 @@ from clusterddp.cli.main import main
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
-from clusterddp.system.files import append_jsonl, write_json
+from clusterddp.system.files import append_jsonl
 from tests.support.handmade_runs import complete, make_batch_run, make_run, start_attempt, start_step
 
 
@@ -82,17 +82,6 @@ def test_a_time_or_pattern_that_is_none_is_a_wrong_usage(
     assert shown(capfd, *arguments)[0] == 2
 
 
-def test_an_attempt_without_notes_says_so(runs_dir: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    run = make_run(runs_dir)
-    make_log(run)
-    attempt = run.attempt(0)
-    attempt.log_times(0).unlink()
-    write_json(attempt.start, {"attempt": 0, "started": time.time() - 60})
-    _, out, err = shown(capfd, "--timestamps")
-    assert out.splitlines()[0] == f"{'-':<19} old"
-    assert "were not recorded" in err
-
-
 def test_ranks_that_have_started_are_counted(runs_dir: Path) -> None:
     run = make_run(runs_dir, nodes=2)
     attempt = start_attempt(run, ranks=3)
@@ -152,6 +141,7 @@ def test_logs_of_a_batch_script_are_the_output_of_its_job(
         (0, [], "loss 1"), (0, [], "warning")
     ]  # fmt: skip
     assert str(paths[0]) in said
+    assert "were not recorded" in shown(capfd, "--timestamps")[2]
 
 
 def test_the_output_of_a_batch_script_is_followed_over_its_steps(runs_dir: Path, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from clusterddp.errors import UsageError
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.system.files import append_jsonl, write_json
+from clusterddp.system.files import append_jsonl
 from clusterddp.view.logs import (
     LogPiece,
     LogQuery,
@@ -23,7 +23,6 @@ from clusterddp.view.logs import (
     fold,
     follow_logs,
     format_piece,
-    lacks_times,
     parse_pattern,
     parse_since,
     read_logs,
@@ -111,16 +110,6 @@ def test_lines_whose_times_were_not_recorded_have_none(tmp_path: Path) -> None:
     attempt = timed_attempt(run)
     attempt.log_times(0).unlink()
     assert [piece.written for piece in read_logs(run, (0,), LogQuery(timestamps=True))] == [None] * 4
-
-
-def test_an_attempt_of_an_older_supervisor_lacks_times(tmp_path: Path) -> None:
-    run = make_run(tmp_path)
-    attempt = timed_attempt(run)
-    write_json(attempt.start, {"attempt": 0, "started": T0})
-    assert not lacks_times(run, (0, 1), None)
-    attempt.log_times(0).unlink()
-    write_json(attempt.start, {"attempt": 0, "started": time.time() - 60})
-    assert lacks_times(run, (0, 1), None)
 
 
 def test_lines_that_match_are_shown(tmp_path: Path) -> None:
