@@ -14,17 +14,18 @@ import click
 
 from clusterddp.cli.arguments import RunName, address, collected, command, output_option, run_argument, runs_option
 from clusterddp.cli.list_ import Selection, select_runs
-from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.login import works_at_login
-from clusterddp.cli.sweeps import show_sweep, wait_for_all
 from clusterddp.cli.terminal import Terminal, columns_of, confirm, put_json, say, say_error, say_note
 from clusterddp.cli.text.status import status_lines
 from clusterddp.cli.watch import (
     say_ending,
     say_unfetched,
     show_states,
+    show_sweep,
     staying_with,
+    wait_for_all,
     watch_until_ended,
+    write_logs,
 )
 from clusterddp.errors import ClusterddpError, PreflightError, UsageError
 from clusterddp.places.ssh.host_run import is_unknown, raise_if_unknown

@@ -43,11 +43,10 @@ from clusterddp.cli.login import (
     submit_again_at_login,
     works_at_login,
 )
-from clusterddp.cli.sweeps import stay_with_sweep
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
 from clusterddp.cli.text import plan as plan_text
 from clusterddp.cli.text import run_list
-from clusterddp.cli.watch import stay_with
+from clusterddp.cli.watch import stay_with, stay_with_sweep
 from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run

@@ -1,32 +1,54 @@
-"""Show how a run goes on until it ends: a bar or lines of progress, its logs, and how it ended."""
+"""Show how a run, or a sweep, goes on until it ends: a bar or lines of progress, its logs, and how it ended."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import shutil
 import sys
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, TextIO, TypeVar
 
 import click
 
 from clusterddp.cli.arguments import StartOptions, address
-from clusterddp.cli.log_output import write_logs
-from clusterddp.cli.terminal import WITHOUT_REASON, Terminal, duration, put, put_json, say, say_note, state_text
+from clusterddp.cli.terminal import (
+    COLUMNS,
+    WITHOUT_REASON,
+    Terminal,
+    columns_of,
+    duration,
+    json_text,
+    put,
+    put_json,
+    say,
+    say_note,
+    state_text,
+    writing_stdout,
+)
+from clusterddp.cli.text import run_list
 from clusterddp.cli.text.status import measures, next_steps, progress_text, root_cause_lines, warning_text
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.host_run import raise_if_unknown
 from clusterddp.places.ssh.sync import NO_HOSTS, Synchroniser
 from clusterddp.run.directory import RunDir
-from clusterddp.run.record import read_run
+from clusterddp.run.record import read_gang, read_run
+from clusterddp.run.state import RunView
+from clusterddp.run.steps import is_whole_script
+from clusterddp.run.sweep import SweepDir
+from clusterddp.submission.notices import PATIENCE_S, send_left, send_left_of_sweep
 from clusterddp.system.files import read_json
+from clusterddp.system.units import format_count
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.places.worker.worker import Carried
-    from clusterddp.run.state import RunView
     from clusterddp.submission.submit import Submitted
+    from clusterddp.view.logs import LogPiece, LogQuery
     from clusterddp.view.progress import Progress
     from clusterddp.view.status import RunStatus
     from clusterddp.view.sweep import SweepStatus
@@ -40,8 +62,13 @@ _LINE_INTERVAL_S = 10.0
 """How long no line is written though the progress changes, where lines cannot be redrawn."""
 _SAME_LINE_INTERVAL_S = 300.0
 """The same while nothing changes: in a queue, or in a program that reports no progress."""
+_SWEEP_LINE_INTERVAL_S = 60.0
+_PAUSE_PER_POLL = 5.0
+"""A poll of a thousand runs takes a while: the pause after it is at least five times as long."""
+_TAIL_BYTES, _LINE_BYTES = 1 << 20, 1 << 10
+"""What is downloaded of a log for its last lines, and more for each of them."""
 
-Show = Callable[["RunView", "Progress | None"], None]
+Show = Callable[[RunView, "Progress | None"], None]
 
 
 def stay_with(
@@ -199,7 +226,6 @@ def _states_until_ended(read: Callable[[], _State], *, pauses: float, only_chang
 def say_ending(run: RunDir, view: RunView, terminal: Terminal, sync: Synchroniser = NO_HOSTS) -> int:
     """Copy the results back, print how the run ended, and return its exit code."""
     from clusterddp.cli.report import write_fetched_report
-    from clusterddp.submission.notices import PATIENCE_S, send_left
     from clusterddp.view.status import find_job_log
 
     fetched = sync.download()
@@ -317,3 +343,238 @@ def progress_bar(terminal: Terminal) -> Iterator[Show]:
 
     with bar:
         yield show
+
+
+def write_logs(
+    run: RunDir,
+    ranks: str,
+    terminal: Terminal,
+    sync: Synchroniser = NO_HOSTS,
+    *,
+    follow: bool,
+    query: LogQuery | None = None,
+    escape: bool | None = None,
+    stream: TextIO | None = None,
+    as_json: bool = False,
+) -> bool:
+    """Write the logs of ranks to `stream`, or to stdout; return whether there was anything.
+
+    `escape` None: escape control characters when the stream is a terminal. `as_json`: each line is an object.
+    """
+    from clusterddp.view.logs import LogPiece, LogQuery, NewAttempt, follow_logs, format_piece, json_piece, read_logs
+
+    stream = stream or sys.stdout
+    escape = stream.isatty() if escape is None else escape
+
+    def spell(piece: LogPiece) -> bytes:
+        if as_json:
+            return json_text(json_piece(piece), indent=None).encode() + b"\n"
+        return format_piece(piece, prefix=len(chosen) > 1, escape=escape, timestamps=wanted.timestamps)
+
+    out, last = stream.buffer, b""
+    with contextlib.ExitStack() as stack, contextlib.closing(StateLine(run, terminal)) as state_line:
+        chosen, wanted = _fetch_logs(run, ranks, sync, query or LogQuery(), stack, follow=follow)
+        pieces = follow_logs(run, chosen, wanted, sync=sync) if follow else read_logs(run, chosen, wanted)
+        for piece in pieces:
+            if piece is None:  # no more output now
+                with writing_stdout():
+                    out.flush()
+                if not last or last.endswith(b"\n"):
+                    state_line.show()
+                continue
+            state_line.remove(printed=isinstance(piece, LogPiece))
+            if isinstance(piece, NewAttempt):
+                say(f"attempt {piece.number} of {run.name} starts")
+            else:
+                last = piece.data
+                with writing_stdout():
+                    out.write(spell(piece))
+        with writing_stdout():
+            out.flush()
+    if escape and last and not last.endswith((b"\n", b"\r")):
+        say()  # the next message begins on a line of its own
+    return bool(last)
+
+
+class StateLine:
+    """A line on stderr with the state of a run that waits, starts, or has printed nothing; on a terminal only."""
+
+    def __init__(self, run: RunDir, terminal: Terminal) -> None:
+        self.run = run
+        self._draws = terminal.can_redraw(sys.stderr)
+        self._begun = self._look_at = time.monotonic()
+        self._drawn = False
+        self._printed = False
+        """Whether the attempt that is followed has printed anything."""
+
+    def show(self) -> None:
+        """Draw the state, about once a second; remove it where the ranks run and have printed something."""
+        from clusterddp.places.state import read_state
+
+        now = time.monotonic()
+        if not self._draws or now < self._look_at:
+            return
+        self._look_at = now + _WATCH_INTERVAL_S
+        view = read_state(self.run)
+        if view.finished or (view.state.value == "RUNNING" and self._printed):
+            self.close()
+            return
+        room = (columns_of(sys.stderr) or COLUMNS) - 1
+        self._write("\r" + f"{starting_text(self.run, view)}  ({duration(now - self._begun)})"[:room])
+        self._drawn = True
+
+    def remove(self, *, printed: bool) -> None:
+        """Remove the line, before output or the start of another attempt is printed."""
+        self._printed = printed
+        self.close()
+
+    def close(self) -> None:
+        """Remove the line if it is there."""
+        if self._drawn:
+            self._write("\r")
+            self._drawn = False
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError):
+            sys.stderr.write(f"{text}\x1b[K")
+            sys.stderr.flush()
+
+
+def starting_text(run: RunDir, view: RunView) -> str:
+    """Write the state of a run that has printed nothing, with the number of ranks that have started."""
+    from clusterddp.view.ranks import count_started
+
+    state, facts = view.state.value, [printable(view.reason)] if view.reason else []
+    if view.attempt is not None and view.end is None and not is_whole_script(run):
+        world_size = read_gang(run).world_size
+        started = count_started(run.attempt(view.attempt))
+        if started < world_size:
+            state = "STARTING" if started else state
+            facts.append(f"{started} of {format_count(world_size, 'rank')} started")
+        else:
+            facts = [f"{format_count(world_size, 'rank')} started, no output yet"]
+    return f"{run.name} {state}  {', '.join(facts)}".rstrip()
+
+
+def _fetch_logs(
+    run: RunDir, ranks: str, sync: Synchroniser, query: LogQuery, stack: contextlib.ExitStack, *, follow: bool
+) -> tuple[tuple[int, ...], LogQuery]:
+    """Choose ranks, and copy their logs from remote hosts, or only the ends, which `stack` removes again.
+
+    Returns the ranks, and the query by which the copies are read.
+    """
+    from clusterddp.view.logs import JOB, choose_ranks, position_of_last_lines
+
+    if follow or ranks == "failed":
+        sync.update()
+    chosen = choose_ranks(run, ranks, attempt=query.attempt, follow=follow)
+    attempts = run.attempts()
+    newest = attempts[-1].number if follow and attempts else None
+    first, lines = newest if query.attempt is None else query.attempt, query.tail_lines
+    if sync.has_hosts and lines is not None and query.since is None and not follow:
+        tails = Path(stack.enter_context(TemporaryDirectory(prefix="clusterddp-")))
+        sync.want_logs(chosen, first, tails=(tails, _TAIL_BYTES + lines * _LINE_BYTES))
+        sync.update_logs()
+        if all(position_of_last_lines(path, lines) for path in tails.rglob("rank-*")):
+            query = dataclasses.replace(query, tails=tails)
+    sync.want_logs(chosen, first)
+    # --follow without --tail shows the beginning while the rest is copied
+    if query.tails is None and (not follow or lines is not None or query.since is not None):
+        sync.update_logs()
+    if (query.timestamps or query.since is not None) and chosen == (JOB,):
+        say("note: the times of these lines were not recorded; --since shows a file whole if it changed since then")
+    return chosen, query
+
+
+def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool) -> None:
+    """Show all runs of a sweep; with `watch` until all of them have ended."""
+
+    def text_of(status: SweepStatus) -> str:
+        """Write as many runs as fit on a terminal that is watched, and all of them when they have ended."""
+        redraws = watch and terminal.can_redraw(sys.stdout) and not status.finished
+        rows = shutil.get_terminal_size().lines - 1 if redraws else None
+        return "\n".join(run_list.status_lines(status, columns=columns_of(sys.stdout), rows=rows))
+
+    with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
+        read = partial(_read_sweep, sweep, sync)
+        status = show_states(read, text_of, terminal, output=output, watch=watch, pauses=_PAUSE_PER_POLL)
+    if status.finished:
+        _send_left_of(sweep, status, terminal)
+
+
+def _read_sweep(sweep: SweepDir, sync: Synchroniser) -> SweepStatus:
+    from clusterddp.view.sweep import read_sweep_status
+
+    sync.update()
+    return read_sweep_status(sweep)
+
+
+def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None = None) -> int:
+    """Wait until every run of a sweep has ended; return 5 if one failed, else 6 if one was cancelled, else 0.
+
+    Raises: ClusterddpError: not all have ended after `timeout_s` seconds.
+    """
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    try:
+        with Synchroniser(sweep.runs(), terminal.environ, report=say_note) as sync:
+            status = _poll_sweep(sweep, sync, deadline)
+            if status.finished:
+                sync.download()
+    except KeyboardInterrupt:
+        say(f"\ndetached; the sweep goes on. cancel: clusterddp cancel {sweep.name}")
+        raise
+    if not status.finished:
+        raise ClusterddpError(f"{sweep.name} has not ended after {timeout_s:g} s: {run_list.plain_counts(status.states)}")
+    _send_left_of(sweep, status, terminal, patience_s=PATIENCE_S)
+    say(f"{sweep.name}  {run_list.counts_text(status)}  after {duration(time.time() - status.created)}")
+    failed = [run for run in status.runs if run.state.value in {"FAILED", "LOST"}]
+    for run in failed[:8]:
+        say(f"  {run.run}  {printable(run.variant)}  {printable(run.reason)}")
+    if len(failed) > 8:
+        say(f"  ... and {len(failed) - 8} more: clusterddp list --state FAILED {sweep.name}")
+    if status.queue and any(run.state.value == "LOST" for run in status.runs):
+        say(f"  go on   clusterddp resume {sweep.name}")
+    return 5 if failed else 6 if "CANCELLED" in status.states else 0
+
+
+def _send_left_of(sweep: SweepDir, status: SweepStatus, terminal: Terminal, *, patience_s: float = 0.0) -> None:
+    """Send the message about the end of a sweep that has ended, where no process has sent it."""
+    views = [RunView(state=run.state, attempt=run.attempt, end=None, reason="") for run in status.runs]
+    ended = max((run.ended for run in status.runs if run.ended), default=status.created)
+    send_left_of_sweep(sweep, views, ended, terminal.environ, patience_s=patience_s)
+
+
+def stay_with_sweep(submitted: Submitted, terminal: Terminal, options: StartOptions, *, verb: str) -> int:
+    """Print which sweep was started and what to type next, or wait for its runs; return the exit code."""
+    carrier = run_list.carrier_text(submitted.launcher, str(submitted.job_id))
+    say(f"{verb} {click.style(submitted.run, bold=True)}: {format_count(len(submitted.runs), 'run')}  ({carrier})")
+    if options.output == "json":
+        facts = {"sweep": submitted.run, "launcher": submitted.launcher, "job_id": submitted.job_id}
+        put_json(facts | {"runs": list(submitted.runs)}, indent=None)
+    elif not sys.stdout.isatty():
+        put(submitted.run)
+    if options.wait:
+        return wait_for_all(SweepDir(submitted.run_dir), terminal)
+    where = address(RunDir(submitted.run_dir), terminal)
+    say(f"  status  clusterddp status {where}")
+    say(f"  wait    clusterddp wait {where}")
+    say(f"  cancel  clusterddp cancel {where}")
+    return 0
+
+
+def _poll_sweep(sweep: SweepDir, sync: Synchroniser, deadline: float | None) -> SweepStatus:
+    """Poll until all runs have ended or the time is up, and print changes."""
+    said: tuple[str, str] = ("", "")
+    said_at = 0.0
+    while True:
+        begun = time.monotonic()
+        status = _read_sweep(sweep, sync)
+        now = time.monotonic()
+        if status.finished or (deadline is not None and now >= deadline):
+            return status
+        waits_for = status.queue.waits_for if status.queue else ""
+        shown = (run_list.plain_counts(status.states), waits_for)
+        if shown != said or now - said_at > _SWEEP_LINE_INTERVAL_S:
+            said, said_at = shown, now
+            say(f"{sweep.name}  {shown[0]}" + (f"; waits: {printable(waits_for)}" if waits_for else ""))
+        time.sleep(max(_WATCH_INTERVAL_S, _PAUSE_PER_POLL * (now - begun)))

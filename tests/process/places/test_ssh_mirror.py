@@ -13,9 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from clusterddp.cli.log_output import write_logs
 from clusterddp.cli.terminal import Terminal
-from clusterddp.cli.watch import watch_until_ended
+from clusterddp.cli.watch import watch_until_ended, write_logs
 from clusterddp.errors import PreflightError
 from clusterddp.places.ssh.agent import runs as host_runs
 from clusterddp.places.ssh.host_run import read_reports

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.cli.log_output import starting_text
 from clusterddp.cli.main import main
+from clusterddp.cli.watch import starting_text
 from clusterddp.places.state import read_state
 from clusterddp.run.attempts import AttemptEnd, write_end
 from clusterddp.run.directory import RunDir
