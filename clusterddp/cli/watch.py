@@ -50,8 +50,7 @@ if TYPE_CHECKING:
     from clusterddp.submission.submit import Submitted
     from clusterddp.view.logs import LogPiece, LogQuery
     from clusterddp.view.progress import Progress
-    from clusterddp.view.status import RunStatus
-    from clusterddp.view.sweep import SweepStatus
+    from clusterddp.view.status import RunStatus, SweepStatus
 
 _State = TypeVar("_State", "RunStatus", "SweepStatus")
 _POLL_INTERVAL_S = 0.25
@@ -503,7 +502,7 @@ def show_sweep(sweep: SweepDir, terminal: Terminal, *, output: str, watch: bool)
 
 
 def _read_sweep(sweep: SweepDir, sync: Synchroniser) -> SweepStatus:
-    from clusterddp.view.sweep import read_sweep_status
+    from clusterddp.view.status import read_sweep_status
 
     sync.update()
     return read_sweep_status(sweep)

@@ -1,4 +1,4 @@
-"""The status of a run, read from its files into one value; `to_json` is its form for scripts.
+"""The status of a run, or of a sweep, read from its files into one value; `to_json` is its form for scripts.
 
 It has the newest checkpoint and, of a run that failed, what kind of failure its root cause is.
 """
@@ -10,6 +10,7 @@ import dataclasses
 import os
 import re
 import time
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.places.ssh.host_run import read_reports, read_unreached, start_of
-from clusterddp.places.state import read_state
+from clusterddp.places.state import announce, read_state
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_held
 from clusterddp.run.node_marks import learn
@@ -26,6 +27,7 @@ from clusterddp.run.record import RankEnd, RunRecord, Start, read_events, read_g
 from clusterddp.run.seal import Mark, mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.steps import is_batch_script, job_output, shown_step
+from clusterddp.run.sweep import QueueRecord, SweepDir, read_queue, read_sweep
 from clusterddp.system.files import is_file, read_json
 from clusterddp.view.effective import Effective, read_effective
 from clusterddp.view.events import (
@@ -483,3 +485,71 @@ def _find_not_uploaded(run: RunDir, error: str) -> str | None:
             names = ((name, f"/{name.strip('/')}/") for name in plan["snapshot"]["ignored"])
             return next((str(name) for name, there in names if there in path or path in there), None)
     return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SweepStatus:
+    """A sweep at one moment, by its files and Slurm's answer."""
+
+    sweep: str
+    launcher: str
+    job_id: str | None
+    keys: tuple[str, ...]
+    throttle: int | None
+    created: float
+    """Seconds since the epoch."""
+    runs: tuple[RunSummary, ...]
+    queue: QueueRecord | None = None
+    """The queue that starts the runs; None: Slurm does."""
+
+    @property
+    def states(self) -> dict[str, int]:
+        """Count the runs in each state, in the order of a run's life; a state that none has is left out."""
+        counts = Counter(run.state for run in self.runs)
+        return {state.value: counts[state] for state in RunState if counts[state]}
+
+    @property
+    def finished(self) -> bool:
+        return all(run.state.finished for run in self.runs)
+
+    def without_times(self) -> dict[str, Any]:
+        """Return its JSON without what changes every second."""
+        return self.to_json() | {"runs": [run.to_json() | {"times": None} for run in self.runs]}
+
+    def to_json(self) -> dict[str, Any]:
+        queue = self.queue
+        return {
+            "sweep": self.sweep,
+            "launcher": self.launcher,
+            "job_id": self.job_id,
+            "keys": list(self.keys),
+            "throttle": self.throttle,
+            "queue": queue
+            and {
+                "state": queue.state,
+                "pid": queue.process.pid,
+                "host": queue.process.host,
+                "waits_for": queue.waits_for or None,
+                "ended": queue.ended,
+                "why": queue.why or None,
+            },
+            "states": self.states,
+            "runs": [run.to_json() for run in self.runs],
+        }
+
+
+def read_sweep_status(sweep: SweepDir) -> SweepStatus:
+    """Read the status of a sweep; Slurm is asked once for all its runs."""
+    record = read_sweep(sweep)
+    runs = [(run, read_run(run)) for run in sweep.runs()]
+    announce(runs)
+    return SweepStatus(
+        sweep=sweep.name,
+        launcher=record.launcher,
+        job_id=record.job_id,
+        keys=record.keys,
+        throttle=record.throttle,
+        created=record.created_ns / 1e9,
+        queue=None if record.launcher == "slurm" else read_queue(sweep),
+        runs=tuple(read_summary(run, record=known, view=read_state(run, record=known)) for run, known in runs),
+    )

@@ -24,8 +24,7 @@ from clusterddp.view.printable import printable
 if TYPE_CHECKING:
     from clusterddp.places.slurm.launcher import Verdict
     from clusterddp.submission.sweep_plan import SweepPlan
-    from clusterddp.view.status import RunSummary
-    from clusterddp.view.sweep import SweepStatus
+    from clusterddp.view.status import RunSummary, SweepStatus
 
 _LEAST_NAME = 22
 """To so much a name is cut where nothing else gives way; commands take the beginning of a name."""
