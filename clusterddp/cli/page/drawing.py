@@ -1,4 +1,4 @@
-"""What pages are made of: HTML as a value, curves of runs and time as SVG.
+"""What pages are made of: HTML as a value, curves of runs as SVG.
 
 Text is escaped where it enters an element, so no text of a run can become markup.
 """
@@ -14,11 +14,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib.resources import files
 
-from clusterddp.cli.terminal import duration
 from clusterddp.cli.text.compare import number_text
 from clusterddp.view.curves import Curve
 from clusterddp.view.printable import printable
-from clusterddp.view.timeline import AttemptSpan, Timeline
 
 _VOID = frozenset(["input", "link", "meta"])
 _MAX_TEXT = 2000
@@ -41,11 +39,6 @@ _TITLES = {
     "memory_peak_mb": "Memory, peak (MB)",
     "straggler_spread": "Slowest rank by median of the others",
 }
-_TIME_WIDTH, _TIME_LEFT, _TIME_RIGHT = 1000, 90, 990
-_BAR = 22
-_MAX_ATTEMPTS = 200
-_LETTER_WIDTH = 6.5
-_NICE_S = (1, 2, 5, 10, 30, 60, 120, 300, 600, 1800, 3600, 7200, 21600, 43200, 86400, 172800, 604800, 2592000)
 
 
 class Html(str):
@@ -205,7 +198,7 @@ def legend(names: Sequence[str]) -> Html:
 
 
 def chart(number: int, key: str, series: Sequence[Series], points: int) -> Html:
-    """Draw a key of all runs."""
+    """Draw a key of all runs, as a picture that also says in words what it shows."""
     drawn = [(each, each.curve.thinned(points)) for each in series if each.curve.values]
     values = [value for _, found in drawn for _, value in found]
     steps = [step for _, found in drawn for step, _ in found]
@@ -218,28 +211,22 @@ def chart(number: int, key: str, series: Sequence[Series], points: int) -> Html:
         for each, _ in drawn
         for curve in [each.curve]
     )
-    lines = [_line(each, found, x, y) for each, found in drawn]
-    cursor = el("line", x1=0, x2=0, y1=_TOP, y2=_BOTTOM, class_="cursor")
-    data = {"data_x": f"{x.low!r} {x.high!r}", "data_y": f"{y.low!r} {y.high!r}"}
-    data |= {"data_box": f"{_LEFT} {_TOP} {_RIGHT} {_BOTTOM}", "tabindex": "0"}
-    picture = _picture(number, title, sentences, [_axes(x, y), *lines, cursor], (_WIDTH, _HEIGHT), **data)
-    return el("figure", el("figcaption", cut(title, 120)), picture, el("output"))
-
-
-def _picture(
-    number: int, title: str, sentences: Iterable[str], parts: Sequence[Html], size: tuple[int, int], **attributes: str
-) -> Html:
-    """Make a picture that also says in words what it shows."""
-    return el(
+    picture = el(
         "svg",
         el("title", title, id=f"t{number}"),
         el("desc", "; ".join(sentences), id=f"d{number}"),
-        *parts,
-        viewBox=f"0 0 {size[0]} {size[1]}",
+        _axes(x, y),
+        *(_line(each, found, x, y) for each, found in drawn),
+        el("line", x1=0, x2=0, y1=_TOP, y2=_BOTTOM, class_="cursor"),
+        viewBox=f"0 0 {_WIDTH} {_HEIGHT}",
         role="img",
         aria_labelledby=f"t{number} d{number}",
-        **attributes,
+        data_x=f"{x.low!r} {x.high!r}",
+        data_y=f"{y.low!r} {y.high!r}",
+        data_box=f"{_LEFT} {_TOP} {_RIGHT} {_BOTTOM}",
+        tabindex="0",
     )
+    return el("figure", el("figcaption", cut(title, 120)), picture, el("output"))
 
 
 def _widened(low: float, high: float, share: float) -> tuple[float, float]:
@@ -288,52 +275,3 @@ def _line(series: Series, points: Sequence[tuple[float, float]], x: _Scale, y: _
 def _short(value: float) -> str:
     """Write a place with one decimal at most."""
     return f"{value:.1f}".removesuffix(".0")
-
-
-def timeline_strip(timeline: Timeline, number: int) -> Html | None:
-    """Draw when a run waited and ran; None for a run without an attempt."""
-    attempts = timeline.attempts[-_MAX_ATTEMPTS:]
-    if not attempts:
-        return None
-    axis = _Scale(attempts[0].asked, attempts[-1].ended, _TIME_LEFT, _TIME_RIGHT)
-    parts = [el("text", "attempts", x=0, y=_BAR - 6), *(_attempt(attempt, axis) for attempt in attempts)]
-    sentences = (
-        f"attempt {each.number} waited {duration(each.waited_s)}, ran {duration(each.ran_s)}, {each.outcome}"
-        for each in attempts[-20:]
-    )
-    title, size = "Attempts over time", (_TIME_WIDTH, _BAR + 28)
-    picture = _picture(number, title, sentences, [*parts, _time_ticks(axis)], size, class_="wide")
-    return el("figure", el("figcaption", title), el("div", picture, class_="scroll", tabindex="0"))
-
-
-def _attempt(attempt: AttemptSpan, axis: _Scale) -> Html:
-    asked, right = axis.place(attempt.asked), axis.place(attempt.ended)
-    left = right if attempt.started is None else axis.place(attempt.started)
-    what = f"attempt {attempt.number}"
-    waits = _bar("WAIT", f"{what} waits {duration(attempt.waited_s)}", asked, left)
-    if attempt.started is None:
-        return waits
-    runs = _bar(attempt.outcome, f"{what}: {attempt.outcome}, ran {duration(attempt.ran_s)}", left, right)
-    wordings = (f"{attempt.number} {attempt.outcome}", str(attempt.number))
-    words = next((text for text in wordings if len(text) * _LETTER_WIDTH + 6 < right - left), "")
-    label = el("text", words, x=f"{left + 4:.1f}", y=_BAR - 5, class_="in") if words else None
-    return join([waits, runs, label])
-
-
-def _bar(class_: str, text: str, left: float, right: float) -> Html:
-    width = f"{max(right - left, 1.5):.1f}"
-    return el("rect", el("title", text), x=f"{left:.1f}", y=2, width=width, height=_BAR - 2, class_=class_)
-
-
-def _time_ticks(axis: _Scale) -> Html:
-    span = axis.high - axis.low
-    distance = next((each for each in _NICE_S if span / each <= 8), _NICE_S[-1])
-    count = min(int(span / distance), 40)
-    marks = [
-        el("text", f"+{duration(each * distance)}" if each else clock(axis.low),
-           x=f"{axis.place(axis.low + each * distance):.1f}", y=_BAR + 20,
-           text_anchor="middle" if each else "start")
-        for each in range(count + 1)
-        if each != 1 or axis.place(axis.low + distance) > _TIME_LEFT + 130
-    ]  # fmt: skip
-    return join(marks)

@@ -23,7 +23,6 @@ from clusterddp.cli.page.drawing import (
     legend,
     section,
     table,
-    timeline_strip,
 )
 from clusterddp.cli.terminal import duration, rank_span
 from clusterddp.cli.text.compare import number_text, result_texts
@@ -134,16 +133,11 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         el("p", status.reason) if status.state.value != "COMPLETED" and not status.root_cause else None,
         el("p", el("strong", "warning: "), status.warning) if status.warning else None,
         el("p", checkpoint_text(status.checkpoint, finished=status.finished)) if status.checkpoint else None,
-        _cards(report),
+        el("ul", *(el("li", el("b", text), name) for name, text in result_texts(report.results).items()), class_="cards"),
         _cause(report),
         _charts([report], limits),
         section("Values", _curves_table(report, limits.rows)),
-        section(
-            "Time",
-            timeline_strip(report.timeline, 900),
-            _effective_table(report),
-            _attempts_table(report, limits.rows),
-        ),
+        section("Time", _effective_table(report), _attempts_table(report, limits.rows)),
         section("Ranks", _ranks_table(report, limits.rows)),
         section(
             "Made of",
@@ -157,21 +151,21 @@ def _several(reports: Sequence[RunReport], limits: Limits) -> list[Child]:
     compared = compare(reports[: limits.runs])
     return [
         el("h1", format_count(len(reports), "run")),
-        section("Results", _results_table(reports[: limits.runs]), _more(len(reports), limits.runs, "run")),
+        section("Results", _results_table(reports[: limits.runs]), _more(len(reports), limits.runs)),
         section("What differs", *_differences(compared, limits.rows, limits.diff_lines)),
         _charts(reports, limits),
-        section("Each run", *(_detail(report, 900 + at) for at, report in enumerate(reports[: limits.details]))),
-        _more(len(reports), limits.details, "run"),
+        section("Each run", *(_detail(report, limits.rows) for report in reports[: limits.details])),
+        _more(len(reports), limits.details),
     ]
 
 
-def _detail(report: RunReport, number: int) -> Html:
+def _detail(report: RunReport, most: int) -> Html:
     return el(
         "div",
         el("h3", report.status.run, " ", _state(report.status.state.value)),
         el("p", _where(report), class_="soft"),
         _cause(report),
-        timeline_strip(report.timeline, number),
+        _attempts_table(report, most),
     )
 
 
@@ -194,7 +188,7 @@ def _charts(reports: Sequence[RunReport], limits: Limits) -> Html | None:
         legend(
             [report.status.run + (f"  {report.status.variant}" if report.status.variant else "") for report in drawn]
         ),
-        _more(len(reports), len(drawn), "run"),
+        _more(len(reports), len(drawn)),
         el("div", *(chart(at, key, series[key], points) for at, key in enumerate(shown)), class_="charts"),
         *(el("p", note, class_="soft") for note in notes[:40] if note),
     )
@@ -218,8 +212,8 @@ def _sampled(report: RunReport) -> str:
     )
 
 
-def _more(count: int, shown: int, noun: str) -> Html | None:
-    return el("p", f"and {format_count(count - shown, noun)} more", class_="soft") if count > shown else None
+def _more(count: int, shown: int) -> Html | None:
+    return el("p", f"and {format_count(count - shown, 'run')} more", class_="soft") if count > shown else None
 
 
 def _where(report: RunReport) -> str:
@@ -235,12 +229,6 @@ def _where(report: RunReport) -> str:
 def _state(word: str) -> Html:
     """Write a state; the word alone says all."""
     return el("span", word, class_=f"state {word}")
-
-
-def _cards(report: RunReport) -> Html:
-    """Draw the results as large numbers."""
-    items = [el("li", el("b", text), name) for name, text in result_texts(report.results).items()]
-    return el("ul", *items, class_="cards")
 
 
 def _effective_table(report: RunReport) -> Html | None:
@@ -260,12 +248,10 @@ def _effective_table(report: RunReport) -> Html | None:
         if effective.parts[part]
     ]
     columns = 6 if effective.faults else 4
-    head = ["", "", "share", "time", "after a failure, median", "worst"][:columns]
+    head = ["", "", "share", "time", "after a failure, median", "worst"]
     faults = f", {format_count(effective.faults, 'failure')}" if effective.faults else ""
     whole = f"{effective.ratio:.1%} effective of {duration(effective.seconds)} since the first step{faults}"
-    return table(
-        head if effective.faults else head[:4], [row[: 6 if effective.faults else 4] for row in rows], caption=whole
-    )
+    return table(head[:columns], [row[:columns] for row in rows], caption=whole)
 
 
 def _cause(report: RunReport) -> Html | None:
