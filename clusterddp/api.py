@@ -488,7 +488,7 @@ def start_sweep(spec: SweepSpec, *, runs_dir: Path, environ: Mapping[str, str], 
 
     chosen = plan_sweep(spec, runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, name=name)
     _warn(chosen.notes)
-    submitted = carry_out(chosen, renames=name is None)
+    submitted = carry_out(chosen)
     return [Run(submitted.run_dir / run) for run in submitted.runs]
 
 

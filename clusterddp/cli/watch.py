@@ -523,7 +523,8 @@ def wait_for_all(sweep: SweepDir, terminal: Terminal, *, timeout_s: float | None
         say(f"\ndetached; the sweep goes on. cancel: clusterddp cancel {sweep.name}")
         raise
     if not status.finished:
-        raise ClusterddpError(f"{sweep.name} has not ended after {timeout_s:g} s: {run_list.plain_counts(status.states)}")
+        counts = run_list.plain_counts(status.states)
+        raise ClusterddpError(f"{sweep.name} has not ended after {timeout_s:g} s: {counts}")
     _send_left_of(sweep, status, terminal, patience_s=PATIENCE_S)
     say(f"{sweep.name}  {run_list.counts_text(status)}  after {duration(time.time() - status.created)}")
     failed = [run for run in status.runs if run.state.value in {"FAILED", "LOST"}]

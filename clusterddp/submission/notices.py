@@ -77,8 +77,9 @@ def _send(
     sync: Synchroniser,
 ) -> None:
     """Send what is left to send about a run or a sweep at `place`; `run`: the run, or one of the sweep's."""
-    notify = _read_notify(run)
-    about = message_of_end(notify, place, view, at=ended) if notify is not None else None
+    of_plan = demand_sealed(run)["gang"].get("notify")
+    notify = build_record(Notify, of_plan, str(run.plan)) if of_plan else None
+    about = message_of_end(notify, place, view, at=ended) if notify else None
     if notify is None or about is None or time.time() > about.time + _LATEST_S:
         return
     launcher, deadline = read_run(run).launcher, time.monotonic() + patience_s
@@ -100,12 +101,6 @@ def _send(
                 process.wait(patience_s)
         else:
             threading.Thread(target=process.wait, daemon=True).start()
-
-
-def _read_notify(run: RunDir) -> Notify | None:
-    """Read the messages of a run that is this user's own; None: there are none."""
-    notify = demand_sealed(run)["gang"].get("notify")
-    return build_record(Notify, notify, str(run.plan)) if notify else None
 
 
 def _results(run: RunDir, launcher: str, notify: Notify, about: Message) -> tuple[set[str], set[str]]:

@@ -17,7 +17,7 @@ from clusterddp.places.staging import make_run
 from clusterddp.places.state import read_state
 from clusterddp.planning.hold import in_hold, with_own_job
 from clusterddp.planning.placement import GpusInUseError, Request
-from clusterddp.planning.plan import Plan, move_plan, plan_json, plan_run, read_plan
+from clusterddp.planning.plan import Plan, move_plan, plan_changed, plan_json, plan_run, read_plan
 from clusterddp.planning.prerequisites import check_secrets, check_trainer
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_attempt
@@ -117,7 +117,10 @@ def resume(
             hint += f"; {first.hint}" if first.hint else ""
             raise UsageError(f"{run.name}: {first.key}: {first.message}", hint=hint) from error
     plan = read_plan(run)
-    changed = _changed_plan(plan, run, overrides, environ, report)
+    changed = plan_changed(plan, run.spec, overrides, environ) if overrides else plan
+    for note in changed.notes:
+        if note not in plan.notes:
+            report(f"note: {note}")
     left_out = _hosts_of(plan) - _hosts_of(changed)
     # First: leftover processes may hold the run's GPUs.
     launcher_named(record.launcher, environ).clear_away(run, record, left_out=left_out)
@@ -199,24 +202,6 @@ def wait(
             return view
         time.sleep(min(interval, left))
         interval = min(1.0, interval * 1.2)
-
-
-def _changed_plan(
-    plan: Plan, run: RunDir, overrides: Sequence[str], environ: Mapping[str, str], report: Report
-) -> Plan:
-    """Return the plan with other values, and report what that changes besides.
-
-    Raises: UsageError: the run cannot go on with these values. SpecError: an override is wrong.
-    """
-    if not overrides:
-        return plan
-    from clusterddp.planning.plan import plan_changed
-
-    changed = plan_changed(plan, run.spec, overrides, environ)
-    for note in changed.notes:
-        if note not in plan.notes:
-            report(f"note: {note}")
-    return changed
 
 
 def _hosts_of(plan: Plan) -> set[str]:

@@ -23,7 +23,7 @@ from clusterddp.run.stop import request_stop
 from clusterddp.run.sweep import SweepDir, SweepRecord, read_sweep, write_sweep
 from clusterddp.submission.cancel import ask_to_end, cancel
 from clusterddp.submission.submit import Submitted, check_start, record_end
-from clusterddp.submission.sweep_plan import SweepPlan, make_sweep, rename_sweep
+from clusterddp.submission.sweep_plan import SweepPlan, make_sweep
 from clusterddp.submission.sweep_queue import cancel_queued, submit_to_queue
 from clusterddp.system.directories import remove_directory
 
@@ -35,24 +35,19 @@ _POLL_S = 0.5
 _Run = tuple[RunDir, RunRecord]
 
 
-def submit_sweep(plan: SweepPlan, *, renames: bool = True) -> Submitted:
+def submit_sweep(plan: SweepPlan) -> Submitted:
     """Make the directory of the sweep, then submit its job array or start its queue.
 
-    `renames`: it gets another name where another submit has taken its own meanwhile.
     Raises: ClusterddpError: nothing is left behind; or a transient SlurmError: Slurm may have the job, and the sweep
     stays.
     """
     environ = inherited_environment()
     check_start(plan.base, environ)
-    while True:
-        try:
-            ours = plan.job is not None and plan.job.directory is None
-            make_sweep(plan, environ, variables_for(plan.base, environ) if ours else {})
-            break
-        except FileExistsError as error:
-            if not renames:
-                raise ClusterddpError(f"{plan.path}: another submit has just taken this name") from error
-            plan = rename_sweep(plan)
+    ours = plan.job is not None and plan.job.directory is None
+    try:
+        make_sweep(plan, environ, variables_for(plan.base, environ) if ours else {})
+    except FileExistsError as error:
+        raise ClusterddpError(f"{plan.path}: another submit has just taken this name", hint="try again") from error
     sweep = SweepDir(plan.path)
     if plan.job is None:
         return submit_to_queue(sweep, environ)

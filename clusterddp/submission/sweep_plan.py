@@ -20,7 +20,7 @@ from clusterddp.errors import UsageError
 from clusterddp.places.slurm.cluster import check_array_size
 from clusterddp.places.staging import put_in_place, staged
 from clusterddp.planning.placement import Request
-from clusterddp.planning.plan import Plan, choose_run_name, move_plan, plan_json
+from clusterddp.planning.plan import Plan, move_plan, plan_json
 from clusterddp.planning.processes import queue_command
 from clusterddp.planning.program import choose_snapshot, directories_used, filled_in, with_absolute_paths
 from clusterddp.planning.slurm import SlurmPlan, sbatch_argv, script_sbatch_argv
@@ -136,7 +136,10 @@ def plan_array(plan: Plan, resolved: ResolvedSpec, environ: Mapping[str, str]) -
     if not text:
         return None
     tasks, throttle = read_array(str(text))
-    path, token = plan.runs_dir / plan.run, secrets.token_hex(16)
+    path, token, job = plan.runs_dir / plan.run, secrets.token_hex(16), plan.slurm
+    if job:  # its own line, or the command line, has the tasks
+        argv = script_sbatch_argv(job.sbatch_options, job_comment(path.name, job_tag(token, 0)))
+        job = dataclasses.replace(job, arguments=(str(SweepDir(path).tasks), *job.arguments[1:]), sbatch=argv)
     return SweepPlan(
         sweep=plan.run,
         token=token,
@@ -145,7 +148,7 @@ def plan_array(plan: Plan, resolved: ResolvedSpec, environ: Mapping[str, str]) -
         variants=tuple(Variant(values={"task": task}, resolved=resolved) for task in tasks),
         throttle=throttle,
         runs=tuple(_plan_task(plan, resolved, path, task) for task in tasks),
-        job=plan.slurm and _place_array(plan.slurm, path, token),
+        job=job,
     )
 
 
@@ -166,30 +169,10 @@ def _plan_task(plan: Plan, resolved: ResolvedSpec, path: Path, task: int) -> Pla
     return move_plan(own, path / f"{plan.run}.{task}")
 
 
-def _place_array(job: SlurmPlan, path: Path, token: str) -> SlurmPlan:
-    """Return the job array of a batch script; its own line, or the command line, has the tasks."""
-    comment = job_comment(path.name, job_tag(token, 0))
-    arguments = (str(SweepDir(path).tasks), *job.arguments[1:])
-    return dataclasses.replace(job, arguments=arguments, sbatch=script_sbatch_argv(job.sbatch_options, comment))
-
-
 def queue_width(plan: Plan, throttle: int | None) -> int | None:
     """Return how many runs like this one a queue keeps running at a time; None: as many as there are GPUs for."""
     needs_gpus = any(node.gpus for node in (plan.ssh.hosts if plan.ssh else plan.gang.nodes))
     return throttle or (None if needs_gpus else 1)
-
-
-def rename_sweep(plan: SweepPlan) -> SweepPlan:
-    """Return the same sweep under a new name; another run or sweep has taken this one's."""
-    sweep = choose_run_name(plan.path.parent)
-    path = plan.path.parent / sweep
-    runs = tuple(move_plan(run, path / f"{sweep}.{task_of(run.run)}") for run in plan.runs)
-    job = plan.job and (
-        _plan_job(runs[0], path, token=plan.token, size=len(runs), throttle=plan.throttle)
-        if plan.job.directory is None
-        else _place_array(plan.job, path, plan.token)
-    )
-    return dataclasses.replace(plan, sweep=sweep, path=path, runs=runs, job=job)
 
 
 def _lay_out(spec: SweepSpec, plan_one: Callable[[Variant], Plan]) -> SweepPlan:

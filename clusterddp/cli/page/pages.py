@@ -133,7 +133,11 @@ def _one(report: RunReport, limits: Limits) -> list[Child]:
         el("p", status.reason) if status.state.value != "COMPLETED" and not status.root_cause else None,
         el("p", el("strong", "warning: "), status.warning) if status.warning else None,
         el("p", checkpoint_text(status.checkpoint, finished=status.finished)) if status.checkpoint else None,
-        el("ul", *(el("li", el("b", text), name) for name, text in result_texts(report.results).items()), class_="cards"),
+        el(
+            "ul",
+            *(el("li", el("b", text), name) for name, text in result_texts(report.results).items()),
+            class_="cards",
+        ),
         _cause(report),
         _charts([report], limits),
         section("Values", _curves_table(report, limits.rows)),
