@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,19 +33,8 @@ if TYPE_CHECKING:
     from clusterddp.spec.load import ResolvedSpec
 
 _ROUND_TRIPS = 5
-_ROUND_TRIPS_MS = (1, 2, 5, 10, 20, 50, 100, 200, 500)
-_SLOW_ROUND_TRIP_MS = 200
 _PROCESSES_SHOWN = 5
 _RAISE_LOCKED = "memlock unlimited in /etc/security/limits.conf, then log in again"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Clock:
-    """The clock of a host, read over its session."""
-
-    offset_s: float
-    """Its time minus that of this machine, to half a round trip."""
-    round_trip_s: float
 
 
 def check_hosts(
@@ -76,39 +64,24 @@ def check_hosts(
 def _check_reached(plan: Plan, sessions: HostSessions, network: GangNetwork) -> list[Check]:
     facts = ask_hosts(plan, sessions.by_host, thorough=True)
     needs = needs_of(plan)
-    clocks = _read_clocks(sessions.by_host)
     replies = good_of(ask_all(sessions.by_host, "host.list", {"tokens": None}))
     runs: dict[str, list[RunHere]] = {host: reply.facts["runs"] for host, reply in replies.items()}
     machines = good_of(facts)
+    clocks = call_each(lambda host: _judge_clock(sessions.by_host[host]), machines)
 
     def judge_locked(host: str) -> Result:
         return judge_locked_memory(machines[host], _RAISE_LOCKED, nccl=needs[host].nccl and len(needs) > 1)
 
     return [
-        *_judge_failures(errors_of(facts)),
-        Check(name="ssh", results={host: _judge_session(each, clocks) for host, each in sessions.by_host.items()}),
-        Check(name="clock", results={host: judge_offset(clock.offset_s) for host, clock in clocks.items()}),
+        *_judge_failures(errors_of(facts) | errors_of(clocks)),
+        Check(name="ssh", results={host: _judge_session(session) for host, session in sessions.by_host.items()}),
+        Check(name="clock", results=good_of(clocks)),
         *judge_hosts(machines, needs),
         Check(name="cores", results={host: judge_machine_size(machine) for host, machine in machines.items()}),
         Check(name="locked memory", results={host: judge_locked(host) for host in machines}),
         Check(name="left over", results={host: _judge_runs(host, found) for host, found in runs.items()}),
         *_judge_network(network),
     ]
-
-
-def _read_clocks(sessions: Mapping[str, Session]) -> dict[str, Clock]:
-    """Read the clocks of the hosts, by the quickest of a few answers each; those that do not answer are left out."""
-
-    def ask(host: str) -> Clock:
-        clocks = []
-        for _ in range(_ROUND_TRIPS):
-            started, before = time.time(), time.monotonic()
-            there = sessions[host].ask("beat").facts["time"]
-            passed = time.monotonic() - before
-            clocks.append(Clock(offset_s=there - (started + passed / 2), round_trip_s=passed))
-        return min(clocks, key=lambda clock: clock.round_trip_s)
-
-    return good_of(call_each(ask, sessions))
 
 
 def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
@@ -122,25 +95,22 @@ def _judge_failures(failed: Mapping[str, SshError]) -> list[Check]:
     return [Check(name=name, results=results) for name, results in found.items()]
 
 
-def _judge_session(session: Session, clocks: Mapping[str, Clock]) -> Result:
-    destination, clock = session.destination, clocks.get(session.host)
-    jumps = [jump.host for jump in destination.jumps]
-    round_trip_s = clock.round_trip_s if clock else None
-    return judge_connection(session.key.type, destination.user, jumps, round_trip_s)
+def _judge_session(session: Session) -> Result:
+    """Report how a host was reached; `hosts check` measures the round trip."""
+    jumps = ", ".join(jump.host for jump in session.destination.jumps)
+    through = f" through {jumps}" if jumps else ""
+    return ok(f"user {session.destination.user}{through}, {session.key.type} key")
 
 
-def judge_connection(key_type: str, user: str, jumps: Sequence[str], round_trip_s: float | None) -> Result:
-    """Report how a host was reached."""
-    through = f" through {', '.join(jumps)}" if jumps else ""
-    reached = f"user {user}{through}, {key_type} key"
-    if round_trip_s is None:
-        return note(f"{reached}; it does not report its time")
-    round_trip_ms = 1000 * round_trip_s
-    least = next((limit for limit in _ROUND_TRIPS_MS if round_trip_ms <= limit), None)
-    spelled = f"round trip {f'under {least}' if least else f'{round_trip_ms:.0f}'} ms"
-    if round_trip_ms > _SLOW_ROUND_TRIP_MS:
-        return note(f"{reached}, {spelled}: the submit takes a while, the run itself does not wait for it")
-    return ok(f"{reached}, {spelled}")
+def _judge_clock(session: Session) -> Result:
+    """Read the clock of a host by the quickest of a few answers, to half a round trip, and judge it."""
+    clocks = []
+    for _ in range(_ROUND_TRIPS):
+        started, before = time.time(), time.monotonic()
+        there = session.ask("beat").facts["time"]
+        passed = time.monotonic() - before
+        clocks.append((passed, there - (started + passed / 2)))
+    return judge_offset(min(clocks)[1])
 
 
 def judge_offset(offset_s: float) -> Result:

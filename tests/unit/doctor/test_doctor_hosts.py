@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from clusterddp.doctor.hosts import judge_connection, judge_machine_size, judge_offset
+from clusterddp.doctor.hosts import judge_machine_size, judge_offset
 from clusterddp.facts.checks import Needs, Result
 from clusterddp.facts.judge import judge_hosts, judge_locked_memory
 from clusterddp.facts.machine import Data, Logout, Machine, read_data, read_host, read_logout
@@ -265,8 +265,3 @@ def test_a_clock_that_is_off_is_no_more_than_a_note(offset_s: float, level: str)
 
 def test_a_clock_that_is_ahead_is_called_so() -> None:
     assert judge_offset(3.0).found == "3.0 s ahead of the clock here: times in logs differ"
-
-
-def test_the_connection_to_a_host_is_reported() -> None:
-    found = judge_connection("ssh-ed25519", "ana", ["bastion"], 0.004).found
-    assert found == "user ana through bastion, ssh-ed25519 key, round trip under 5 ms"
