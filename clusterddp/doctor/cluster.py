@@ -274,7 +274,8 @@ def _await_reports(
             started, deadline = True, time.monotonic() + _RUN_S
         if phase is Phase.ENDED and not ended:
             ended, deadline = True, time.monotonic() + _LAG_S
-        if _all_done(request, directory) or (started and time.monotonic() > deadline):
+        num_done = sum(report["done"] for report in _read_reports(directory))
+        if num_done >= request.num_nodes or (started and time.monotonic() > deadline):
             return nodes
         if time.monotonic() > deadline:
             raise SlurmError(
@@ -283,10 +284,6 @@ def _await_reports(
                 transient=False,
             )
         time.sleep(_POLL_S)
-
-
-def _all_done(request: JobRequest, directory: Path) -> bool:
-    return len([report for report in _read_reports(directory) if report["done"]]) >= request.num_nodes
 
 
 def _read_reports(directory: Path) -> list[Report]:
@@ -415,8 +412,14 @@ def check_cluster(
     job = resolved.job if resolved else None
     python = _python_of_ranks(job, runs_dir, environ)
     here = dataclasses.replace(read_machine(runs_dir, environ), torch=import_torch(python))
-    needs = _needs_of(job)
-    found = list(_check_here(here, job, needs, environ))
+    on_slurm, on_cpu = job is not None and job.launcher == "slurm", job is not None and job.device == "cpu"
+    needs = Needs()
+    if job is not None:
+        num_gpus = 0 if on_cpu else job.resources.gpus_per_node or 0
+        needs = Needs(trainer=job.entry is None, use_gpus=not on_cpu, num_gpus=num_gpus)
+    found = list(judge_here(here))
+    found += judge_machine(here, Needs() if on_slurm else needs)  # of a Slurm run only the submit happens here
+    found += _judge_slurm(environ, job if on_slurm else None)
     if resolved is not None:
         found += check_plan(resolved, runs_dir, environ)
     checks = [Check(name=name, results={here.host: result}) for name, result in found]
@@ -459,24 +462,6 @@ def check_plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str
         yield "sbatch --test-only", red(verdict.words, fix)
 
 
-def _check_here(
-    here: Machine, job: JobSpec | None, needs: Needs, environ: Mapping[str, str]
-) -> Iterator[tuple[str, Result]]:
-    on_slurm = job is not None and job.launcher == "slurm"
-    yield from judge_here(here)
-    # Of a Slurm run only the submit happens here.
-    yield from judge_machine(here, Needs() if on_slurm else needs)
-    yield from _judge_slurm(environ, job if on_slurm else None)
-
-
-def _needs_of(job: JobSpec | None) -> Needs:
-    if job is None:
-        return Needs()
-    on_cpu = job.device == "cpu"
-    num_gpus = 0 if on_cpu else job.resources.gpus_per_node or 0
-    return Needs(trainer=job.entry is None, use_gpus=not on_cpu, num_gpus=num_gpus)
-
-
 def _python_of_ranks(job: JobSpec | None, runs_dir: Path, environ: Mapping[str, str]) -> str:
     """Return the Python of the spec's ranks; ours, where the plan says why there is none."""
     request = Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ)
@@ -514,7 +499,9 @@ def _judge_slurm(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tu
         yield "Slurm", level(error.message, "scontrol ping: is slurmctld up, and reached from here?")
         return
     yield "Slurm", ok(f"{cluster.version} answers, cluster {cluster.name}")
-    yield from _judge_cluster(cluster)
+    if cluster.has_accounting:
+        broken = next((answer for answer in cluster.unanswered if answer.startswith("sacct")), None)
+        yield "accounting", note(broken, "sacctmgr ping; states still come from squeue") if broken else ok("answers")
     name = None if job is None else _option(job, "partition")
     partition = cluster.partition(name) if name else choose_partition(cluster)
     for sentence in consequences(cluster, partition):
@@ -522,12 +509,6 @@ def _judge_slurm(environ: Mapping[str, str], job: JobSpec | None) -> Iterator[tu
     if job is not None:
         yield "partition", _judge_partition(cluster, job, name)
         yield "account", _judge_account(cluster, _option(job, "account"), partition)
-
-
-def _judge_cluster(cluster: Cluster) -> Iterator[tuple[str, Result]]:
-    if cluster.has_accounting:
-        broken = [answer for answer in cluster.unanswered if answer.startswith("sacct")]
-        yield "accounting", note(broken[0], "sacctmgr ping; states still come from squeue") if broken else ok("answers")
 
 
 def _judge_partition(cluster: Cluster, job: JobSpec, names: str | None) -> Result:
