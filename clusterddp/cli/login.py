@@ -114,7 +114,7 @@ def works_at_login(function: Callable[..., Any]) -> Callable[..., Any]:
         if AT_LOGIN in terminal.environ:
             return function(**values)
         if profile is not None:
-            return _run_same(demand_node(profile, terminal.environ), context, {})
+            return run_same(demand_node(profile, terminal.environ), context, {})
         if values.get("names") or values.get("name") is not None:
             return _run_where_they_are(function, context, values)
         result = function(**values)
@@ -134,7 +134,7 @@ def start_at_login(node: Node, resolved: ResolvedSpec | None, *, runs_dir: Path,
     context = click.get_current_context()
     terminal: Terminal = context.obj
     if resolved is None:
-        return _run_same(node, context, {})
+        return run_same(node, context, {})
     node = Node(profile=node.profile, login=node.login, secrets=resolved.job.all_secrets)
     login_command = plan_command(
         resolved,
@@ -162,11 +162,6 @@ def ask_login(node: Node, arguments: Sequence[str]) -> bytes:
     if code := _run(node, login_command, context, write_out=answer.extend):
         raise click.exceptions.Exit(code)
     return bytes(answer)
-
-
-def submit_again_at_login(node: Node, name: str) -> int:
-    """Run the current `submit` of an earlier run on the login node that has this run, by its name there."""
-    return _run_same(node, click.get_current_context(), {"spec": name})
 
 
 def node_of_all(
@@ -261,7 +256,7 @@ class _Output:
             sys.stdout.buffer.flush()
 
 
-def _run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
+def run_same(node: Node, context: click.Context, changed: Mapping[str, Any]) -> int:
     """Run the current command on the login node, with some values changed."""
     from clusterddp.cli.login_command import LoginCommand, exec_at_login
 
@@ -315,7 +310,7 @@ def _run_where_they_are(function: Callable[..., Any], context: click.Context, va
         if node is None:
             codes.append(function(**values | named) or 0)
             continue
-        codes.append(_run_same(node, context, named))
+        codes.append(run_same(node, context, named))
         if context.info_name == "rm" and not values["dry_run"] and not codes[-1]:
             for name in names:
                 if is_run_name(name):
@@ -356,7 +351,7 @@ def write_sent_run(runs_dir: Path, sent: SentRun) -> None:
 def list_sent_runs(runs_dir: Path) -> list[SentRun]:
     """List the records, oldest first, without those that cannot be read or that another user has written.
 
-    Without this user's seal, as earlier versions wrote them, they count as the oldest and name no secrets.
+    Without this user's seal they count as the oldest and name no secrets.
     """
     found = []
     for path in sorted((runs_dir / FOLDER).glob("*.json")):

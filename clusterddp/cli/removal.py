@@ -139,7 +139,9 @@ def rm(
     for path in find_remnants(removal.runs_dir):
         say(printable(f"{path} is left of a removal that was killed, and goes, too"))
     if not options.dry_run and (removal.candidates or options.yes):
-        if not _confirm(removal, code, options):
+        question, refused = f"Remove {_size_text(removal.candidates, code)}?", "nothing was removed"
+        if not (options.yes or confirm(question, hint="--yes, or -n to look only", refused=refused)):
+            say(refused)
             return 1
         code = _remove(removal, options)
     for error in removal.refused.values():
@@ -334,15 +336,6 @@ def _remove_on_hosts(candidates: Sequence[Candidate], environ: Mapping[str, str]
 
 def _stays(run: str, where: str, why: str) -> ClusterddpError:
     return ClusterddpError(f"{run} stays: {where}: {why}", hint="--local removes it here, and leaves the hosts alone")
-
-
-def _confirm(removal: Removal, code: list[Snapshot], options: RemovalOptions) -> bool:
-    """Ask whether to remove what was found; return False when the user refuses."""
-    question, refused = f"Remove {_size_text(removal.candidates, code)}?", "nothing was removed"
-    if options.yes or confirm(question, hint="--yes, or -n to look only", refused=refused):
-        return True
-    say(refused)
-    return False
 
 
 def _remove(removal: Removal, options: RemovalOptions) -> list[Snapshot]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -98,7 +99,9 @@ def stacks(terminal: Terminal, *, name: str, raw: bool, timeout_s: float, output
     report = collect_stacks(run, terminal.environ, timeout_s=timeout_s)
     folded = fold(report)
     if output == "json":
-        put_json(_to_json(report, folded))
+        groups = [dataclasses.asdict(group) for group in folded.groups]
+        found = {"verdict": folded.verdict, "suspects": folded.suspects, "groups": groups, "hint": folded.hint}
+        put_json(found | report.to_json())
         return
     age_s = time.time() - report.time
     age = f", {duration(age_s)} ago" if age_s > _NOW_S else ""
@@ -120,21 +123,6 @@ def text_lines(report: StackReport, folded: Folded) -> list[str]:
 
 
 COMMANDS = {"stacks": stacks}
-
-
-def _to_json(report: StackReport, folded: Folded) -> dict[str, object]:
-    groups = [
-        {
-            "ranks": group.ranks,
-            "hosts": group.hosts,
-            "doing": group.doing,
-            "place": group.place,
-            "suspect": group.suspect,
-        }
-        for group in folded.groups
-    ]
-    found = {"verdict": folded.verdict, "suspects": folded.suspects, "groups": groups, "hint": folded.hint}
-    return {**found, **report.to_json()}
 
 
 def _raw_lines(each: RankStack) -> list[str]:

@@ -39,8 +39,8 @@ from clusterddp.cli.login import (
     find_node,
     node_of_all,
     profile_option,
+    run_same,
     start_at_login,
-    submit_again_at_login,
     works_at_login,
 )
 from clusterddp.cli.terminal import COLUMNS, Terminal, columns_of, confirm, put, put_json, say, say_note
@@ -127,7 +127,7 @@ def submit(
         if smoke_test or sweep:
             raise UsageError(f"{spec}: --{'sweep' if sweep else 'smoke-test'} takes the file of a spec, not a run")
         if there := node_of_all([str(spec)], options.runs_dir, profile, terminal.environ):
-            return submit_again_at_login(there[0], there[1][0])
+            return run_same(there[0], click.get_current_context(), {"spec": there[1][0]})
         return _submit_again(terminal, str(spec), overrides, place, options)
     if smoke_test and not place.flags.get("launcher"):
         place = dataclasses.replace(place, launcher="local")
@@ -161,7 +161,11 @@ def _start(read: SweepSpec, terminal: Terminal, options: StartOptions, *, smoke_
     """Start what was read, from this machine."""
     resolved = read.variants[0].resolved
     if read.keys:
-        return _submit_sweep(read, terminal, options)
+        from clusterddp.submission.sweep_plan import plan_sweep
+
+        name, runs_dir = PLANNED_NAME if options.dry_run else None, options.runs_dir
+        sweep = plan_sweep(read, runs_dir=runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
+        return _carry_out_sweep(sweep, terminal, options)
     if smoke_test:
         return _try_out(resolved, terminal, dataclasses.replace(options, follow=True))
     with _starting():
@@ -453,15 +457,6 @@ def _try_out(resolved: ResolvedSpec, terminal: Terminal, options: StartOptions) 
         on_cpu = dataclasses.replace(resolved, job=job, origins=resolved.origins | {"device": "--smoke-test"})
         plan = _plan(on_cpu, terminal, options, trial="smoke test")
     return _carry_out(plan, terminal, options)
-
-
-def _submit_sweep(spec: SweepSpec, terminal: Terminal, options: StartOptions) -> int:
-    """Show the plan of a sweep, or submit it and wait for its runs if the options say so; return the exit code."""
-    from clusterddp.submission.sweep_plan import plan_sweep
-
-    name = PLANNED_NAME if options.dry_run else None
-    plan = plan_sweep(spec, runs_dir=options.runs_dir, working_dir=Path.cwd(), environ=terminal.environ, name=name)
-    return _carry_out_sweep(plan, terminal, options)
 
 
 def _carry_out_sweep(plan: SweepPlan, terminal: Terminal, options: StartOptions) -> int:

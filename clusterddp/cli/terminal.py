@@ -61,18 +61,14 @@ def put(text: str) -> None:
 
 def put_json(value: Any, *, indent: int | None = 1) -> None:
     """Print the JSON of `-o json`: an object with the number of its form, or a list of such objects."""
-    versioned = [_versioned(each) for each in value] if isinstance(value, list) else _versioned(value)
-    put_plain_json(versioned, indent=indent)
+    form = {"schema": SCHEMA}
+    put_plain_json([form | each for each in value] if isinstance(value, list) else form | value, indent=indent)
 
 
 def put_plain_json(value: Any, *, indent: int | None = 1) -> None:
     """Print a JSON value whose form is not ours."""
     with writing_stdout():
         click.echo(json_text(value, indent=indent))
-
-
-def _versioned(value: dict[str, Any]) -> dict[str, Any]:
-    return {"schema": SCHEMA} | value
 
 
 def json_text(value: Any, *, indent: int | None) -> str:

@@ -175,7 +175,7 @@ def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
     for key in _RENDEZVOUS:
         if (value := config.take(key)) is not None:
             config.lose(key, value, "the ranks find each other by clusterddp's own rendezvous", fate="ours")
-    config.lose_rest("a spec has no key for it", usual=_USUAL)
+    config.lose_rest(usual=_USUAL)
     findings.set("entry.script", "train.py")
     findings.lose("entry.script", "the file names no script: write yours in place of train.py")
 
@@ -275,7 +275,7 @@ def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
     for name in _GLUON_FINDS:
         if (value := config.take(name)) is not None:
             config.lose(name, value, "found when the ranks start", fate="ours")
-    config.lose_rest("a spec has no key for it")
+    config.lose_rest()
     _set_gluon_entry(data, findings)
 
 
@@ -344,9 +344,9 @@ class Section:
         shown = "..." if is_secret(key, str(value)) else value
         self._findings.lose(f"{self._prefix}{key}: {shown}", why, fate=fate)
 
-    def lose_rest(self, why: str, *, usual: Sequence[object] = ()) -> None:
+    def lose_rest(self, *, usual: Sequence[object] = ()) -> None:
         """List what is left, without the values that are `usual`."""
         for key, value in self._values.items():
             if value not in usual:
-                self.lose(str(key), value, why)
+                self.lose(str(key), value, "a spec has no key for it")
         self._values.clear()

@@ -38,6 +38,9 @@ def write_manifest(job: JobSpec, text: str, *, image: str, workdir: str, claim: 
         limits["memory"] = f"{memory_text(resources.memory_gb)}i"
     if resources.gpus_per_node and job.device != "cpu":
         limits["nvidia.com/gpu"] = resources.gpus_per_node
+    # The values of secrets are in a Secret of the cluster, the spec's env is in the spec.
+    key = f"valueFrom: {{secretKeyRef: {{name: {_object_name(job.name)}, key: "
+    secrets = [f"                - {{name: {name}, {key}{name}}}}}}}" for name in job.all_secrets]
     runs = f"              - {{name: runs, mountPath: {RUNS}}}"
     volume = f"            - name: runs\n              persistentVolumeClaim: {{claimName: {json.dumps(claim)}}}"
     restart = "OnFailure" if job.restarts else "Never"
@@ -50,7 +53,7 @@ def write_manifest(job: JobSpec, text: str, *, image: str, workdir: str, claim: 
         deadline=f"    activeDeadlineSeconds: {resources.time.seconds}" if resources.time else "",
         image=json.dumps(image),
         workdir=json.dumps(workdir),
-        env=_env(job),
+        env="\n".join(["              env:", *secrets]) if secrets else "",
         limits=json.dumps(limits),
         runs=RUNS if claim else "/tmp/runs",  # noqa: S108
         runs_mount=f"  {runs}" if claim else "",
@@ -58,15 +61,6 @@ def write_manifest(job: JobSpec, text: str, *, image: str, workdir: str, claim: 
         workers=_WORKERS.format(count=resources.nodes - 1, restart=restart) if resources.nodes > 1 else "",
     )
     return "\n".join(line for line in filled.splitlines() if line.strip()) + "\n"
-
-
-def _env(job: JobSpec) -> str:
-    """Write the secrets by name: a Secret of the cluster has their values. The spec's env is in the spec."""
-    lines = []
-    for name in job.all_secrets:
-        key = f"{{name: {_object_name(job.name)}, key: {name}}}"
-        lines.append(f"                - {{name: {name}, valueFrom: {{secretKeyRef: {key}}}}}")
-    return "\n".join(["              env:", *lines]) if lines else ""
 
 
 def _object_name(name: str) -> str:

@@ -39,13 +39,14 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
     """Lay out runs; no line is longer than `columns` when that is given, unless `wide`."""
     room = None if wide else columns
     names = wide or len({summary.name for summary in summaries}) > 1
+    launchers = [printable(run.launcher) + (" hold" if run.hold == run.run else "") for run in summaries]
     accuracies = [summary.progress.accuracy if summary.progress else None for summary in summaries]
     table_columns = [
         Column(title="RUN", cells=[printable(run.run) for run in summaries], least=_LEAST_NAME),
         Column(title="VARIANT", cells=[printable(run.variant) or "-" for run in summaries], gives_way=1, least=10),
         Column(title="NAME", cells=[printable(run.name) for run in summaries], gives_way=4, least=8),
         Column(title="STATE", cells=[run.state.value for run in summaries], paint=state_text),
-        Column(title="LAUNCHER", cells=[_launcher(run) for run in summaries], gives_way=8),
+        Column(title="LAUNCHER", cells=launchers, gives_way=8),
         Column(title="PROGRESS", cells=[short_progress(run.progress) for run in summaries], gives_way=3),
         Column(title="ACCURACY", cells=["-" if each is None else f"{each:.1%}" for each in accuracies], gives_way=5),
         Column(title="SUBMITTED", cells=[_when(run.created, now) for run in summaries], gives_way=7),
@@ -57,10 +58,6 @@ def list_lines(summaries: Sequence[RunSummary], *, now: float, columns: int | No
     left_out |= set() if names else {"NAME"}
     left_out |= {"SIZE"} if all(run.bytes is None for run in summaries) else set()
     return lay_out([column for column in table_columns if column.title not in left_out], room=room)
-
-
-def _launcher(summary: RunSummary) -> str:
-    return printable(summary.launcher) + (" hold" if summary.hold == summary.run else "")
 
 
 def _reason(summary: RunSummary, *, short: bool) -> str:

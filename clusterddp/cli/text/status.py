@@ -253,7 +253,8 @@ def measures(progress: Progress) -> list[str]:
     if progress.accuracy is not None:
         parts.append(f"accuracy {progress.accuracy:.1%}")
     if progress.images_per_s is not None:
-        parts.append(f"{_count(progress.images_per_s)} images/s")
+        speed = progress.images_per_s
+        parts.append(f"{speed / 1000:.1f}k images/s" if speed >= 10_000 else f"{speed:.0f} images/s")
     for name, value in list(progress.values.items())[:_MOST_VALUES_SHOWN]:
         parts.append(f"{printable(name)} {value if isinstance(value, str) else f'{value:.4g}'}")
     return parts
@@ -307,10 +308,6 @@ def _job_facts(job: Job) -> list[str]:
     elif job.num_nodes:
         parts.append(format_count(job.num_nodes, "node"))
     return [*parts, f"partition {printable(job.partition)}"] if job.partition else parts
-
-
-def _count(number: float) -> str:
-    return f"{number / 1000:.1f}k" if number >= 10_000 else f"{number:.0f}"
 
 
 def next_steps(
