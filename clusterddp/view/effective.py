@@ -17,6 +17,7 @@ from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_start
 from clusterddp.view.curves import sample_lines
+from clusterddp.view.progress import number_of
 from clusterddp.view.timeline import AttemptSpan, Timeline, time_of
 from clusterddp.wire import read_object
 
@@ -167,13 +168,13 @@ def _walk_attempt(
         return time_of(facts.get(event, {}).get(key))
 
     noticed = at("rank_failed", "noticed")
-    fault = attempt.ended if noticed is None else noticed - (_number(facts["rank_failed"].get("silent_s")) or 0.0)
+    fault = attempt.ended if noticed is None else noticed - (number_of(facts["rank_failed"].get("silent_s")) or 0.0)
     begun = at("attempt_started") or attempt.started
     called = [moment for moment in (at("resumed"), at("job_started")) if moment]
     stepped = at("first_step") or (rows[0].time if rows else None)
     met, phases = attempt.started, facts.get("first_step", {}).get("phases")
     if stepped and isinstance(phases, dict):  # the trainer's; of a script it is not known when its ranks have met
-        met = stepped - sum(_number(phases.get(name)) or 0.0 for name in ("data", "first_step"))
+        met = stepped - sum(number_of(phases.get(name)) or 0.0 for name in ("data", "first_step"))
     start = {
         "waited": max(called, default=begun),
         "started": attempt.started and max(begun or 0.0, attempt.started - _import_s(run, attempt.number)),
@@ -215,17 +216,17 @@ def _read_rows(run: RunDir) -> dict[int, list[_Row]]:
             at, attempt, kind = time_of(row.get("time")), row.get("attempt"), row.get("kind")
             if at is None or not isinstance(attempt, int):
                 continue
-            step = _number(row.get("steps_done", row.get("step")))
-            epoch = None if kind in ("train", "eval") else _number(row.get("epoch"))
+            step = number_of(row.get("steps_done", row.get("step")))
+            epoch = None if kind in ("train", "eval") else number_of(row.get("epoch"))
             own = rows.setdefault(attempt, [])
-            checkpoint_s = _number(row.get("checkpoint_seconds"))
+            checkpoint_s = number_of(row.get("checkpoint_seconds"))
             if checkpoint_s is None:
                 checkpoint_s = own[-1].checkpoint_s if own else 0.0
             found = _Row(
                 time=at,
                 kind=str(kind),
                 place=None if step is None else step + _EPOCH * (epoch or 0.0),
-                train_s=_number(row.get("train_seconds")),
+                train_s=number_of(row.get("train_seconds")),
                 checkpoint_s=checkpoint_s,
             )
             own.append(found)
@@ -237,7 +238,3 @@ def _share_below(reached: float, before: float | None, place: float | None) -> f
     if place is None or place <= reached:
         return float(place is not None)
     return 0.0 if before is None or before >= reached else (reached - before) / (place - before)
-
-
-def _number(value: object) -> float | None:
-    return float(value) if isinstance(value, int | float) and abs(value) < 1e15 else None

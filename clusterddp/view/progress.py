@@ -23,6 +23,7 @@ _HAS_ACCURACY = re.compile(rb'(acc|accuracy|acc@?1|top-?1)":', re.IGNORECASE)
 _NOT_FINITE = ("nan", "inf", "-inf")
 _COLUMNS = frozenset({"kind", "attempt", "step", "time", "epoch", "steps_done", "steps_total", "epochs_total"})
 _FIELDS = frozenset({"loss", "images_per_s"})
+_LARGEST = 1e300
 _MAX_VALUES = 16
 _MAX_LOSSES = 32
 
@@ -85,7 +86,7 @@ def progress_of(rows: list[dict[str, Any]]) -> Progress | None:
         step = _newest(logged, "step")
     fraction = min(1.0, step / steps) if step is not None and steps else None
     epoch, epochs = _newest(rows, "epoch"), _newest(rows, "epochs_total")
-    losses = (_number(row.get("loss")) for row in own if row.get("kind") in ("train", "log"))
+    losses = (number_of(row.get("loss")) for row in own if row.get("kind") in ("train", "log"))
     return Progress(
         epoch=None if epoch is None else math.ceil(epoch),
         epochs=None if epochs is None else int(epochs),
@@ -107,7 +108,7 @@ def accuracy_of(row: dict[str, Any]) -> float | None:
     A script's value above 1 is in percent.
     """
     if row.get("kind") == "eval":
-        return _number(row.get("accuracy"))
+        return number_of(row.get("accuracy"))
     if row.get("kind") != "log":
         return None
     key = _accuracy_key(row)
@@ -125,7 +126,7 @@ def _newest_values(logged: list[dict[str, Any]]) -> dict[str, float | str]:
     for row in reversed(logged):
         in_fields = {*_FIELDS, _accuracy_key(row)}
         for key in row:
-            number = _number(row[key])
+            number = number_of(row[key])
             value = number if number is not None else row[key] if row[key] in _NOT_FINITE else None
             if value is not None and key not in _COLUMNS and not (key in in_fields and number is not None):
                 found.setdefault(key, value)
@@ -136,17 +137,18 @@ def _accuracy_key(row: dict[str, Any]) -> str | None:
     """Return which of a script's values is its accuracy: the one of that name, else the first that ends so."""
     keys = ("accuracy", *row)
     named = (key for key in keys if _ACCURACY.search(key.lower()) and not key.lower().startswith("train"))
-    return next((key for key in named if _number(row.get(key)) is not None), None)
+    return next((key for key in named if number_of(row.get(key)) is not None), None)
 
 
-def _number(value: Any) -> float | None:
+def number_of(value: object) -> float | None:
+    """Return a number of a row; None for what is none, or not finite."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+    return float(value) if is_number and abs(value) < _LARGEST else None
 
 
 def _newest(rows: list[dict[str, Any]], key: str, *, kinds: Container[str] | None = None) -> float | None:
     for row in reversed(rows):
-        number = _number(row.get(key))
+        number = number_of(row.get(key))
         if number is not None and (kinds is None or row.get("kind") in kinds):
             return number
     return None

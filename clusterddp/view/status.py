@@ -54,7 +54,6 @@ from clusterddp.wire import build
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Job
-    from clusterddp.run.directory import AttemptDir
 
 _NAME = re.compile(r"step-(?P<step>\d+)-a(?P<attempt>\d+)")
 
@@ -214,13 +213,17 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         usage.warning if usage else "",
         "" if view.finished else warn_of_wait(events),
     )
+    ranks = rank_statuses(gang, attempt, start, of_ranks, unreached=unreached, report=usage) if gang else ()
+    outputs = [rank.last_output for rank in ranks]
+    if record.launcher == "ssh":  # not all logs are here
+        outputs = [report.last_output for report in read_reports(run).values() if report.start == start_of(record)]
     now = time.time()
     timeline = read_timeline(run, record, is_finished=view.finished, now=now)
     return RunStatus(
         **_summary(shown, record, view, timeline, tail_bytes=TAIL_BYTES),
         reason=view.reason,
         world_size=gang.num_ranks if gang else 0,
-        ranks=rank_statuses(gang, attempt, start, of_ranks, unreached=unreached, report=usage) if gang else (),
+        ranks=ranks,
         steps=steps,
         held=tuple(each.name for each in list_held(run).values()) if record.is_hold and not view.finished else (),
         shown_step=shown.step,
@@ -242,23 +245,9 @@ def read_status(run: RunDir, view: RunView | None = None) -> RunStatus:
         nodes_changed=find_change_of_nodes(events, view.attempt),
         report=str(run.report.absolute()) if run.report.exists() else None,
         hang=find_hang(events, view.attempt) if is_running else None,
-        last_output=_last_output(run, record, attempt) if is_running else None,
+        last_output=max((at for at in outputs if at is not None), default=None) if is_running else None,
         effective=read_effective(run, timeline, all_events, is_finished=view.finished, now=now),
     )
-
-
-def _last_output(run: RunDir, record: RunRecord, attempt: AttemptDir | None) -> float | None:
-    """Return when a rank last wrote to its log; None: none has written anything."""
-    times = []
-    if record.launcher == "ssh":
-        reports = [report for report in read_reports(run).values() if report.start == start_of(record)]
-        times = [report.last_output for report in reports if report.last_output is not None]
-    elif attempt is not None:
-        with contextlib.suppress(OSError):
-            for entry in (each for each in os.scandir(attempt.logs) if not each.name.endswith(".times")):
-                found = entry.stat()
-                times += [found.st_mtime] if found.st_size else []
-    return max(times, default=None)
 
 
 def read_summary(run: RunDir, *, record: RunRecord, view: RunView) -> RunSummary:
