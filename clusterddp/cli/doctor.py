@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from clusterddp.cli.arguments import KeyValue, Place, collected, command, output_option, place_options, runs_option
+from clusterddp.cli.arguments import KeyValue, Place, command, output_option, place_options, runs_option
 from clusterddp.cli.login import find_node, profile_option, start_at_login
 from clusterddp.cli.terminal import Terminal, put, put_json, say, table
 from clusterddp.errors import PreflightError, UsageError
@@ -16,18 +15,8 @@ from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
     from clusterddp.facts.checks import Check
-    from clusterddp.spec.load import ResolvedSpec
 
 _COLOURS = {"red": "red", "note": "yellow", "ok": "green"}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Depth:
-    """How much the doctor checks, beyond this machine and the spec."""
-
-    with_job: bool
-    timeout_s: float
-    deep: bool
 
 
 @command("doctor")
@@ -47,15 +36,16 @@ class Depth:
 @output_option
 @profile_option
 @runs_option
-@collected("depth", Depth)
 @click.pass_obj
 def doctor(
     terminal: Terminal,
     *,
     spec: str | None,
     overrides: tuple[str, ...],
+    with_job: bool,
+    timeout_s: float,
+    deep: bool,
     profile: str | None,
-    depth: Depth,
     place: Place,
     output: str,
     runs_dir: Path,
@@ -82,16 +72,28 @@ def doctor(
 
         environ = terminal.environ
         resolved = load_spec(Path(spec), overrides, profile=profile, environ=environ, flags=flags, hosts=hosts)
-    if depth.deep and resolved is None:
+    if deep and resolved is None:
         raise UsageError("--deep lets the ranks of a spec measure: give a SPEC", hint="clusterddp doctor SPEC --deep")
-    if depth.with_job and not depth.deep and resolved is not None and resolved.job.launcher == "ssh":
+    if with_job and not deep and resolved is not None and resolved.job.launcher == "ssh":
         raise UsageError(
             "--job looks at nodes of a Slurm cluster, and this spec runs over SSH",
             hint="without --job doctor looks at its hosts; --deep lets its ranks measure",
         )
     if (resolved is None or resolved.job.launcher == "slurm") and (node := find_node(profile, terminal.environ)):
         return start_at_login(node, resolved, runs_dir=runs_dir, discard=True)
-    checks, more = _check(resolved, depth, terminal, runs_dir)
+    more: dict[str, Any] = {}
+    if resolved is not None and deep:
+        from clusterddp.doctor.ranks import measure_ranks
+
+        checks, more = measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=timeout_s, report=say)
+    elif resolved is not None and resolved.job.launcher == "ssh":
+        from clusterddp.doctor.hosts import check_hosts
+
+        checks, more["ways"] = check_hosts(resolved, runs_dir, terminal.environ)
+    else:
+        from clusterddp.doctor.cluster import check_cluster
+
+        checks = check_cluster(resolved, runs_dir, terminal.environ, with_job=with_job, timeout_s=timeout_s, report=say)
     if output == "json":
         put_json({"healthy": is_healthy(checks), "checks": to_json(checks), **more})
     else:
@@ -100,27 +102,6 @@ def doctor(
 
 
 COMMANDS = {"doctor": doctor}
-
-
-def _check(
-    resolved: ResolvedSpec | None, depth: Depth, terminal: Terminal, runs_dir: Path
-) -> tuple[list[Check], dict[str, Any]]:
-    """Return the checks, and what -o json has beside them."""
-    if resolved is not None and depth.deep:
-        from clusterddp.doctor.ranks import measure_ranks
-
-        return measure_ranks(resolved, runs_dir, terminal.environ, timeout_s=depth.timeout_s, report=say)
-    if resolved is not None and resolved.job.launcher == "ssh":
-        from clusterddp.doctor.hosts import check_hosts
-
-        checks, ways = check_hosts(resolved, runs_dir, terminal.environ)
-        return checks, {"ways": ways}
-    from clusterddp.doctor.cluster import check_cluster
-
-    checks = check_cluster(
-        resolved, runs_dir, terminal.environ, with_job=depth.with_job, timeout_s=depth.timeout_s, report=say
-    )
-    return checks, {}
 
 
 def check_lines(checks: list[Check]) -> list[str]:
