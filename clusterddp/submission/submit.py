@@ -179,18 +179,16 @@ def start_attempt(run: RunDir, attempt: int, report: Report = no_report, *, may_
 def wait(
     run: RunDir,
     timeout_s: float | None = None,
-    poll: float = 0.2,
     *,
     slurm: Slurm | None = None,
     sync: Synchroniser = NO_HOSTS,
 ) -> RunView:
     """Wait until the run has ended or `timeout_s` has passed; return its last state.
 
-    `poll` is the first interval in seconds; it grows to 1 s. `slurm`: as for `read_state`. `sync`: updates the files
-    of the run.
+    `slurm`: as for `read_state`. `sync`: updates the files of the run.
     """
     deadline = None if timeout_s is None else time.monotonic() + timeout_s
-    interval = poll
+    interval = 0.2
     while True:
         sync.update()
         view = read_state(run, slurm)

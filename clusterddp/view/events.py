@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypedDict
+from typing import Any
 
 from clusterddp.network.nccl_log import SOCKETS, Transport
 from clusterddp.run.directory import AttemptDir
@@ -20,13 +20,7 @@ Row = dict[str, Any]
 """A row of the history."""
 
 
-class _Event(TypedDict, total=False):
-    """A row of an attempt's start, as far as it is read here."""
-
-    time: float
-    phases: dict[str, float]
-
-
+_START = {"time": float | None, "phases": dict[str, float] | None}
 _STOP = {"reason": str, "time": float, "asks": bool}
 _NOTICE = {"attempt": int, "what": str, "by": str}
 """The result of a try to send a message of `notify`."""
@@ -112,16 +106,16 @@ def find_start_phases(events: Sequence[Row], record: RunRecord, attempt: int, st
     start.json.
     """
     rows = (row for row in events if row.get("attempt") == attempt)
-    found: dict[str, _Event] = {row["event"]: event for row, event in _built(rows, _Event)}
+    found: dict[str, Row] = {row["event"]: event for row, event in _built(rows, _START)}
     phases: dict[str, float] = {}
-    submitted = found["submitted"].get("time") if "submitted" in found else None
+    submitted = found.get("submitted", {}).get("time")
     if submitted is not None and attempt == record.base_attempt:
-        resumed = found["resumed"].get("time") if "resumed" in found else None
+        resumed = found.get("resumed", {}).get("time")
         phases["prepare"] = submitted - (record.created_ns / 1e9 if resumed is None else resumed)
     imported = max((import_s for node in start.get("nodes", ()) if (import_s := node.get("import_s"))), default=None)
     if submitted is not None and "started" in start:
         phases["launch"] = start["started"] - submitted - (imported or 0.0)
-    steps = dict(found["first_step"].get("phases", {})) if "first_step" in found else {}
+    steps = dict(found.get("first_step", {}).get("phases") or {})
     own = steps.pop("import", None)
     if imported is not None or own is not None:
         phases["import"] = (imported or 0.0) + (own or 0.0)
