@@ -140,7 +140,7 @@ def _accuracy_key(row: dict[str, Any]) -> str | None:
     return next((key for key in named if number_of(row.get(key)) is not None), None)
 
 
-def number_of(value: object) -> float | None:
+def number_of(value: Any) -> float | None:
     """Return a number of a row; None for what is none, or not finite."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number and abs(value) < _LARGEST else None
