@@ -15,19 +15,17 @@ from clusterddp import __version__
 from clusterddp.api import Run
 from clusterddp.errors import PreflightError
 from clusterddp.facts.checks import Check
-from clusterddp.facts.deep_check import Finding, judge_hang, judge_ranks, judge_transports, read_findings
+from clusterddp.facts.deep_check import judge_ranks, judge_transports, read_findings
 from clusterddp.planning.placement import Request
 from clusterddp.planning.plan import Plan, plan_run
 from clusterddp.run.state import RunState
 from clusterddp.submission.submit import submit
 
 if TYPE_CHECKING:
-    from clusterddp.planning.program import Trial
     from clusterddp.spec.load import ResolvedSpec
 
 _RUN_S = 900.0
 """How long the ranks may take from their start; compiling takes most of it."""
-_HANG_S = 120.0
 _POLL_S = 0.2
 _STARTED = ("RUNNING", "STOPPING")
 
@@ -40,26 +38,24 @@ def measure_ranks(
     timeout_s: float,
     report: Callable[[str], None],
 ) -> tuple[list[Check], dict[str, Any]]:
-    """Let all ranks of the spec measure, then hang and be cancelled; return checks, and what was measured.
+    """Let all ranks of the spec measure; return checks, and what was measured.
 
     Raises: ClusterddpError: no run could be planned or started; PreflightError: not within `timeout_s`.
     """
-    plan = _plan(resolved, runs_dir, environ, "deep check")
+    job = resolved.job.model_copy(update={"restarts": 0})
+    request = Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, trial="deep check")
+    plan = plan_run(dataclasses.replace(resolved, job=job), request)
     report(f"{plan.gang.world_size} ranks measure; the run is {plan.run}, which compiles for a minute or two on GPUs")
     run, world_size = _start(plan, timeout_s, report), plan.gang.world_size
     try:
         state = run.wait(_RUN_S)
     finally:
         run.cancel()  # no effect on a run that has ended
-    findings = _read(run, world_size)
+    findings = [finding for rank in range(world_size) for finding in read_findings(run.logs(rank))]
     checks = judge_ranks(findings, world_size=world_size, state=state, run=run.name)
     status = run.status()
     if status["nccl"]:
         checks.append(judge_transports(status["nccl"], status["warning"]))
-    ended_s = None
-    if world_size > 1 and state == "COMPLETED":
-        ended_s = _time_hang(_plan(resolved, runs_dir, environ, "hang"), timeout_s, report)
-        checks.append(judge_hang(ended_s, backend=plan.gang.backend))
     return checks, {
         "clusterddp": __version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
@@ -68,18 +64,9 @@ def measure_ranks(
         "ranks": world_size,
         "backend": plan.gang.backend,
         "state": state,
-        "hang_ended_s": ended_s,
         "nccl": [{key: value for key, value in each.items() if key != "host"} for each in status["nccl"]],
         "findings": [finding.to_json() for finding in findings],
     }
-
-
-def _plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str], trial: Trial) -> Plan:
-    job = resolved.job.model_copy(update={"restarts": 0})
-    return plan_run(
-        dataclasses.replace(resolved, job=job),
-        Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ, trial=trial),
-    )
 
 
 def _start(plan: Plan, timeout_s: float, report: Callable[[str], None]) -> Run:
@@ -97,24 +84,3 @@ def _start(plan: Plan, timeout_s: float, report: Callable[[str], None]) -> Run:
                 hint="--timeout S waits longer",
             )
     return run
-
-
-def _time_hang(plan: Plan, timeout_s: float, report: Callable[[str], None]) -> float | None:
-    """Start ranks that hang, cancel them, and return how long that took; None: they did not get that far."""
-    report(f"the ranks of {plan.run} hang in an all-reduce, and are cancelled")
-    run = _start(plan, timeout_s, report)
-    deadline = time.monotonic() + _HANG_S
-    try:
-        while len([each for each in _read(run, plan.gang.world_size) if each.probe == "hang"]) < plan.gang.world_size:
-            if time.monotonic() > deadline or run.wait(_POLL_S) not in _STARTED:
-                return None
-        time.sleep(1.0)  # into the all-reduce
-        began = time.monotonic()
-    finally:
-        run.cancel()
-    run.wait(_HANG_S)
-    return round(time.monotonic() - began, 1)
-
-
-def _read(run: Run, world_size: int) -> list[Finding]:
-    return [finding for rank in range(world_size) for finding in read_findings(run.logs(rank))]

@@ -19,7 +19,6 @@ from clusterddp.wire import Written, build, read_object
 
 MARK = "clusterddp-deep-check "
 ELSEWHERE = "failed on another rank"
-_SLOW_END_S = 60.0
 _SLOW_STEP, _SLOW_PRODUCT = 1.2, 1.5
 """Times the median of all ranks: a slower host is named."""
 _SLOW_LINK = 2.0
@@ -30,7 +29,6 @@ _LOOK = "what else runs there? nvidia-smi -q -d CLOCK,TEMPERATURE; top"
 _FIXES = {
     "compile": "a C compiler and Python's headers on the nodes (gcc, python3-dev), or train.compile=never",
     "all_reduce": "NCCL_DEBUG=INFO under env: prints which network and which GPUs it could not use",
-    "peers": "all GPUs of a node have to be visible to each of its ranks: no --gpu-bind, no gpus_per_task",
     "links": "cable, port, switch? ethtool IFACE and ip -s link show errors and speed; iperf3 measures between the two",
 }
 
@@ -108,14 +106,6 @@ class Link:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peers:
-    """Pairs of GPUs of a host: whether one accesses the other's memory, and GB/s of a copy."""
-
-    access: tuple[tuple[bool, ...], ...]
-    gb_per_s: tuple[tuple[float | None, ...], ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Compile:
     """How long torch.compile took for a small function."""
 
@@ -124,7 +114,7 @@ class Compile:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """Steps of the trainer on noise; launches and syncs are counted on GPUs only."""
+    """Steps of the trainer on noise."""
 
     model: str
     precision: str
@@ -134,16 +124,8 @@ class Training:
     images_per_s: float
     checkpoint_s: float
     compile_s: float | None = None
-    launches_per_step: float | None = None
-    syncs_per_step: float | None = None
     peak_bytes: int | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Hang:
-    """Whether this rank hangs."""
-
-    waits: bool
+    """The most memory that a rank had on its GPU."""
 
 
 PROBES: dict[str, Any] = {
@@ -152,10 +134,8 @@ PROBES: dict[str, Any] = {
     "compute": Compute,
     "all_reduce": Reductions,
     "links": Link,
-    "peers": Peers,
     "compile": Compile,
     "train": Training,
-    "hang": Hang,
 }
 """In the order in which the ranks measure them."""
 
@@ -196,7 +176,7 @@ def judge_ranks(findings: Sequence[Finding], *, world_size: int, state: str, run
     checks = []
     for probe in PROBES:
         of_probe = [finding for finding in findings if finding.probe == probe]
-        if of_probe and probe in _JUDGES:
+        if of_probe:
             checks.append(Check(name=probe.replace("_", "-"), results=_judge_probe(probe, of_probe)))
     if state != "COMPLETED":
         last = {finding.rank: finding.probe for finding in findings}
@@ -218,21 +198,6 @@ def judge_transports(transports: Sequence[Mapping[str, Any]], warning: str) -> C
     if warning:
         results = {host: note(f"{result.found}; {warning}", _FIXES["all_reduce"]) for host, result in results.items()}
     return Check(name="transport", results=results)
-
-
-def judge_hang(ended_s: float | None, *, backend: str) -> Check:
-    """Judge how long the end of a run took whose ranks hung in an all-reduce."""
-    if ended_s is None:
-        result = note(
-            "not measured: the ranks did not get that far", "clusterddp list names the run; its logs have the reason"
-        )
-    elif ended_s > _SLOW_END_S:
-        result = note(
-            f"{ended_s:g} s until no rank was left", "nvidia-smi and dmesg on the nodes: a driver that is stuck"
-        )
-    else:
-        result = ok(f"{ended_s:g} s until no rank was left")
-    return Check(name=f"end of a hang in {backend}", results={"all": result})
 
 
 def _judge_probe(probe: str, findings: Sequence[Finding]) -> dict[str, Result]:
@@ -325,19 +290,6 @@ def _judge_reductions(ranks: Sequence[Reductions], every: Sequence[Reductions]) 
     return ok(f"{sizes[0].ms:.3g} ms for {format_bytes(sizes[0].bytes)}; {fastest}")
 
 
-def _judge_peers(ranks: Sequence[Peers], every: Sequence[Peers]) -> Result:
-    access = ranks[0].access
-    count = len(access)
-    if count < 2:
-        return ok("one GPU: no peers")
-    speeds = [speed for row in ranks[0].gb_per_s for speed in row if speed is not None]
-    found = f"{count} GPUs copy at {min(speeds):.3g} to {max(speeds):.3g} GB/s" if speeds else f"{count} GPUs"
-    apart = sum(not reached for row in access for reached in row)
-    if apart:
-        return note(f"{found}; {apart} of {count * (count - 1)} ways go through the host's memory", _FIXES["peers"])
-    return ok(found)
-
-
 def _judge_compile(ranks: Sequence[Compile], every: Sequence[Compile]) -> Result:
     return ok(f"{max(each.seconds for each in ranks):.1f} s for a small function")
 
@@ -346,8 +298,6 @@ def _judge_training(ranks: Sequence[Training], every: Sequence[Training]) -> Res
     first = ranks[0]
     found = f"{first.model}, {first.precision}, {first.batch:,} images: {first.step_ms:.3g} ms"
     found += f", {first.images_per_s:,.0f} images/s, checkpoint {first.checkpoint_s:.2g} s"
-    if first.launches_per_step is not None:
-        found += f", {first.launches_per_step:.0f} launches and {first.syncs_per_step:.2g} syncs a step"
     slowest = max(each.step_ms for each in ranks)
     if slowest > _SLOW_STEP * statistics.median_low([each.step_ms for each in every]):
         return note(f"{found}; the slowest rank takes {slowest:.3g} ms", _LOOK)
@@ -360,7 +310,6 @@ _JUDGES: dict[str, Callable[[Sequence[Any], Sequence[Any]], Result]] = {
     "compute": _judge_product,
     "all_reduce": _judge_reductions,
     "links": _judge_link,
-    "peers": _judge_peers,
     "compile": _judge_compile,
     "train": _judge_training,
 }

@@ -349,13 +349,9 @@ def _few(names: Sequence[str]) -> str:
     return ", ".join(names[:_SHOWN]) + (f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else "")
 
 
-Trial = Literal["smoke test", "deep check", "hang"]
+Trial = Literal["smoke test", "deep check"]
 """What the ranks of a run may execute in place of its entry."""
-_TRIALS: dict[Trial, tuple[str, tuple[str, ...]]] = {
-    "smoke test": ("clusterddp.train.smoke_test", ()),
-    "deep check": ("clusterddp.train.deep_check", ()),
-    "hang": ("clusterddp.train.deep_check", ("hang",)),
-}
+_TRIALS: dict[Trial, str] = {"smoke test": "clusterddp.train.smoke_test", "deep check": "clusterddp.train.deep_check"}
 _SMOKE_BATCH = 8
 """Images per rank on the CPU: a smoke test there proves that a step works and measures no speed."""
 
@@ -429,13 +425,12 @@ def plan_entry(
 def plan_trial_entry(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu: bool) -> tuple[Entry, dict[str, Any]]:
     """Return the entry of a trial, which replaces `entry`, and the spec for its ranks."""
     program = None if spec["train"] else {"kind": entry.kind, "target": entry.target, "shell": entry.shell}
-    target, args = _TRIALS[trial]
     tried = dataclasses.replace(
         entry,
         kind="module",
-        target=target,
+        target=_TRIALS[trial],
         words=(),
-        args=args,
+        args=(),
         kwargs={},
         shell=False,
         stop_aware=False,

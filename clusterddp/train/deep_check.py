@@ -2,8 +2,6 @@
 
 The ranks of `doctor --deep` execute this module in place of the run's entry. Each prints one line per probe, a
 Finding of facts/deep_check.py. A probe that fails ends only itself; where ranks take part together, on every rank.
-
-With the argument `hang` the ranks wait for one of them for ever; the caller measures how long the end of that takes.
 """
 
 from __future__ import annotations
@@ -16,7 +14,6 @@ import resource
 import shutil
 import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
@@ -33,9 +30,7 @@ from clusterddp.facts.deep_check import (
     Compute,
     Environment,
     Finding,
-    Hang,
     Link,
-    Peers,
     Reduction,
     Reductions,
     Rendezvous,
@@ -57,7 +52,7 @@ from clusterddp.train.report.reporter import Reporter
 from clusterddp.train.state import TrainState
 
 _STEPS = {"cpu": 3, "cuda": 50}
-_PROFILED_STEPS = 3
+_WARM_UP_STEPS = 3
 _SIZES = tuple(4**power * 1024 for power in range(10))
 """Bytes of an all-reduce: 1 KiB to 256 MiB."""
 _LONGEST_S = 0.25
@@ -65,15 +60,12 @@ _LONGEST_S = 0.25
 _MESSAGES = (1 << 20, 1 << 22, 1 << 24, 1 << 26)
 """Bytes from one host to the next."""
 _PRODUCT_SIZE = {"cpu": 1024, "cuda": 4096}
-_COPY_BYTES = 1 << 26
 _ROUNDS = 5
 _SHM = "/dev/shm"  # noqa: S108
 _VARIABLES = ("NCCL_", "GLOO_", "CUDA_VISIBLE_DEVICES")
-_LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
-_SYNCS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize")
 
 
-def main(environ: Mapping[str, str], arguments: list[str]) -> None:
+def main(environ: Mapping[str, str]) -> None:
     """Measure, and print the findings."""
     assignment, variables = Assignment.from_environment(environ), RankVariables.from_environment(environ)
     probe = Probe(variables)
@@ -81,15 +73,11 @@ def main(environ: Mapping[str, str], arguments: list[str]) -> None:
     began = time.perf_counter()
     group = join_group(variables)
     probe("rendezvous", lambda: Rendezvous(seconds=_since(began), backend=variables.backend, device=str(group.device)))
-    if "hang" in arguments:
-        hang(group, probe)
     probe.group = group
     probe("compute", lambda: time_product(group.device))
     if group.world_size > 1:
         probe("all_reduce", lambda: time_reductions(group))
         probe("links", lambda: measure_links(group, environ))
-    if group.device.type == "cuda" and variables.local_rank == 0:
-        probe.on_this_rank("peers", measure_peers)
     spec = _spec(assignment, group)
     set_up_torch(spec, threads=environ.get("OMP_NUM_THREADS"))
     if spec.compile != "never":
@@ -107,21 +95,18 @@ class Probe:
         """If set, all ranks agree on whether a probe succeeded, so that they continue alike."""
 
     def __call__(self, name: str, measure: Callable[[], Any]) -> None:
-        worked = self.on_this_rank(name, measure)
-        if self.group is not None and not min_over_ranks(float(worked), self.group) and worked:
-            self._print(name, error=ELSEWHERE)
-
-    def on_this_rank(self, name: str, measure: Callable[[], Any]) -> bool:
-        """Run a probe on this rank only, which may find nothing (None); False: it failed."""
+        """Run a probe, which may find nothing (None)."""
+        worked = True
         try:
             found = measure()
             if found is not None:
                 self._print(name, found=found)
         except Exception as error:
+            worked = False
             first = next(iter(str(error).strip().splitlines()), "")
             self._print(name, error=f"{type(error).__name__}: {first[:500]}")
-            return False
-        return True
+        if self.group is not None and not min_over_ranks(float(worked), self.group) and worked:
+            self._print(name, error=ELSEWHERE)
 
     def _print(self, name: str, **what: Any) -> None:
         print(Finding(rank=self._rank, host=socket.gethostname(), probe=name, **what).to_line(), flush=True)
@@ -215,17 +200,6 @@ def measure_links(group: Group, environ: Mapping[str, str]) -> Link | None:
     return found
 
 
-def measure_peers() -> Peers:
-    """Copy between each two GPUs of this host that this process sees."""
-    devices = range(torch.cuda.device_count())
-    return Peers(
-        access=tuple(
-            tuple(one == two or torch.cuda.can_device_access_peer(one, two) for two in devices) for one in devices
-        ),
-        gb_per_s=tuple(tuple(None if one == two else _copy_gb_per_s(one, two) for two in devices) for one in devices),
-    )
-
-
 def time_compile(device: torch.device) -> Compile:
     """Compile a small function, forward and backward."""
 
@@ -243,18 +217,15 @@ def time_compile(device: torch.device) -> Compile:
 
 
 def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> Training:
-    """Take steps of the trainer on noise: their time, what a step launches and waits for, and a checkpoint's time."""
+    """Take steps of the trainer on noise: their time, and a checkpoint's time."""
     dataset = load_once(spec, group)
     slot = agree_on_compute_slot(group)
     store = Store(run=assignment.run, attempt=assignment.attempt.number, keep=1)
     with closing(Reporter(assignment.run, attempt=store.attempt, first=False)) as reporter:
         setting = prepare(spec, dataset, group, store=store, reporter=reporter, slot=slot)
         state = begin(setting)
-        _take_steps(state, setting, _PROFILED_STEPS)
+        _take_steps(state, setting, _WARM_UP_STEPS)
         seconds, steps = _take_steps(state, setting, _STEPS[group.device.type])
-        on_gpu: dict[str, Any] = {}
-        if group.device.type == "cuda":
-            on_gpu = _count_calls(state, setting) | {"peak_bytes": torch.cuda.max_memory_allocated(group.device)}
         began = time.perf_counter()
         save(state, setting)
         await_checkpoint(state, setting)
@@ -267,18 +238,8 @@ def measure_training(spec: TrainSpec, assignment: Assignment, group: Group) -> T
             step_ms=round(1000 * seconds / steps, 3),
             images_per_s=round(steps * setting.schedule.global_batch / seconds, 1),
             checkpoint_s=_since(began),
-            **on_gpu,
+            peak_bytes=torch.cuda.max_memory_allocated(group.device) if group.device.type == "cuda" else None,
         )
-
-
-def hang(group: Group, probe: Probe) -> None:
-    """Let all ranks but the first enter an all-reduce that the first one never comes to."""
-    probe("hang", lambda: Hang(waits=not group.is_first))
-    if not group.is_first:
-        dist.all_reduce(torch.ones(1 << 20, device=group.device))
-        synchronize(group.device)
-    while True:
-        time.sleep(60)
 
 
 def _spec(assignment: Assignment, group: Group) -> TrainSpec:
@@ -311,20 +272,6 @@ def _take_steps(state: TrainState, setting: Setting, at_least: int) -> tuple[flo
     return time.perf_counter() - began, state.step - first
 
 
-def _count_calls(state: TrainState, setting: Setting) -> dict[str, float]:
-    """Count, with the profiler, what a step launches on the GPU, and how often it waits for it."""
-    from torch.profiler import ProfilerActivity, profile
-
-    with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiled:
-        _, steps = _take_steps(state, setting, _PROFILED_STEPS)
-    calls = {event.key: event.count for event in profiled.key_averages()}
-    counted = {"launches": _LAUNCHES, "syncs": _SYNCS}
-    return {
-        f"{what}_per_step": round(sum(count for key, count in calls.items() if key.startswith(names)) / steps, 2)
-        for what, names in counted.items()
-    }
-
-
 def _exchange_messages(peer: int, device: torch.device, *, leads: bool) -> tuple[float, float]:
     """Exchange messages with another rank; return the seconds of the smallest one, and bytes/s of the largest one."""
 
@@ -344,19 +291,12 @@ def _exchange_messages(peer: int, device: torch.device, *, leads: bool) -> tuple
     return latency_s, num_bytes / took.item()
 
 
-def _copy_gb_per_s(one: int, two: int) -> float:
-    source = torch.ones(_COPY_BYTES // 4, device=f"cuda:{one}")
-    target = torch.empty_like(source, device=f"cuda:{two}")
-    times = [_time(lambda: target.copy_(source), source.device, target.device) for _ in range(_ROUNDS)]
-    return round(_COPY_BYTES / min(times) / 1e9, 2)
-
-
-def _time(action: Callable[[], object], *devices: torch.device) -> float:
-    """Return the seconds from when `devices` are idle until they have done `action`."""
-    synchronize(*devices)
+def _time(action: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds from when `device` is idle until it has done `action`."""
+    synchronize(device)
     began = time.perf_counter()
     action()
-    synchronize(*devices)
+    synchronize(device)
     return time.perf_counter() - began
 
 
@@ -365,4 +305,4 @@ def _since(began: float) -> float:
 
 
 if __name__ == "__main__":
-    main(os.environ, sys.argv[1:])
+    main(os.environ)

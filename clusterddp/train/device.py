@@ -82,11 +82,10 @@ def cpu_bf16_units() -> tuple[bool, bool]:
     return has_avx512_bf16, has_amx
 
 
-def synchronize(*devices: torch.device) -> None:
-    """Wait until the GPUs among the devices have done their work."""
-    for device in devices:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+def synchronize(device: torch.device) -> None:
+    """Wait until a GPU has done its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def _no_gpu(variables: RankVariables) -> ClusterddpError:

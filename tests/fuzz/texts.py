@@ -105,10 +105,9 @@ def printed_by_ranks() -> Target:
         "n1:7:9 [0] NCCL INFO Using network IB\nn1:7:9 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[0] [send] via NET/IB/0\n"
     )
     train = {"model": "a", "precision": "fp32", "batch": 8, "step_ms": 1.5, "images_per_s": 9.0, "checkpoint_s": 0.1}
-    peers = {"access": [[True, False], [True, True]], "gb_per_s": [[None, 1.0], [2.0, None]]}
     sizes = {"sizes": [{"bytes": 1024, "ms": 0.1, "bus_gb_per_s": 0.2}]}
     link = {"hosts": ["<script>", "n"], "mbyte_per_s": 9.0, "latency_ms": 0.1, "rated_mbyte_per_s": 125.0}
-    found = [("train", train), ("peers", peers), ("all_reduce", sizes), ("compile", {"seconds": 3.0}), ("links", link)]
+    found = [("train", train), ("all_reduce", sizes), ("compile", {"seconds": 3.0}), ("links", link)]
     lines = [MARK + json.dumps({"rank": 0, "host": "<script>", "probe": probe, "found": it}) for probe, it in found]
     lines += [MARK + json.dumps({"rank": 1, "host": "n", "probe": "train", "error": "<script>"})]
     examples = [Example(value=nccl, what="nccl"), *(Example(value=line, what="deep check") for line in lines)]

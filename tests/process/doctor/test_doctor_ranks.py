@@ -21,11 +21,9 @@ from clusterddp.facts.deep_check import (
     Environment,
     Finding,
     Link,
-    Peers,
     Reduction,
     Reductions,
     Training,
-    judge_hang,
     judge_ranks,
     judge_transports,
     read_findings,
@@ -44,7 +42,6 @@ GPU = Environment(
 )  # fmt: skip
 TRAINING = Training(
     model="resnet18", precision="bf16", batch=2048, step_ms=10.0, images_per_s=204800.0, checkpoint_s=0.2,
-    launches_per_step=318.0, syncs_per_step=0.0,
 )  # fmt: skip
 SPEC = """\
 name: measured
@@ -80,14 +77,6 @@ def levels(findings: list[Finding], **changes: Any) -> dict[str, str]:
         (probed("compile", error="InvalidCxxCompiler: No working C++ compiler found"), "note"),
         (probed("all_reduce", Reductions(sizes=(Reduction(bytes=1024, ms=0.1, bus_gb_per_s=0.1),))), "ok"),
         (probed("all_reduce", error="DistBackendError: NCCL error"), "red"),
-        (
-            probed("peers", Peers(access=((True, True), (True, True)), gb_per_s=((None, 300.0), (300.0, None)))),
-            "ok",
-        ),
-        (
-            probed("peers", Peers(access=((True, False), (False, True)), gb_per_s=((None, 9.0), (9.0, None)))),
-            "note",
-        ),
         (probed("train", TRAINING), "ok"),
         (probed("train", error="OutOfMemoryError: CUDA out of memory"), "red"),
     ],
@@ -139,10 +128,6 @@ def test_ranks_that_end_early_are_red_with_the_last_probe() -> None:
     assert "FAILED; last reported: environment; 1 of 2 reported nothing" in result.found
 
 
-def test_a_hang_that_takes_a_minute_to_end_is_noted() -> None:
-    assert [judge_hang(seconds, backend="nccl").level for seconds in (2.0, 90.0, None)] == ["ok", "note", "note"]
-
-
 def test_the_transport_of_nccl_is_judged_with_the_warning_of_status() -> None:
     node = {"node_rank": 0, "host": "gpu00", "network": "Socket", "devices": ("eth0",), "links": ("P2P/CUMEM",)}
     check = judge_transports([node], "between hosts NCCL sends over sockets")
@@ -176,19 +161,17 @@ def test_a_report_that_is_sent_names_no_host_and_its_page_escapes_what_others_wr
 
 
 @pytest.mark.slow
-def test_the_ranks_of_a_spec_measure_and_hang(tmp_path: Path) -> None:
+def test_the_ranks_of_a_spec_measure(tmp_path: Path) -> None:
     (tmp_path / "job.yaml").write_text(SPEC)
     command = [sys.executable, "-m", "clusterddp", "doctor", "job.yaml", "--deep", "-o", "json"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert (report["healthy"], report["state"]) == (True, "COMPLETED")
-    assert 0 < report["hang_ended_s"] < 60
     assert {(each["probe"], each["rank"]) for each in report["findings"] if each["found"]} == {
         (probe, rank) for probe in ("environment", "rendezvous", "compute", "all_reduce", "train") for rank in (0, 1)
     }
     assert {each["level"] for each in report["checks"]} == {"ok"}
-    assert [each["check"] for each in report["checks"]][-1] == "end of a hang in gloo"
 
 
 def test_deep_without_a_spec_is_refused(tmp_path: Path) -> None:

@@ -159,7 +159,6 @@ assert waits == [1, 0], waits
 
 
 def test_the_deep_check_measures_gpus(sim_cuda: None, tmp_path: Path) -> None:
-    """But for the calls that torch's profiler counts: it knows no device that is not there."""
     program = f"""
 from tests.sim_cuda import device
 device.install(gpus=2)
@@ -177,10 +176,7 @@ assert (environment.gpus, environment.gpu, environment.capability) == (2, "NVIDI
 assert environment.variables == {{"NCCL_DEBUG": "INFO"}}
 group = join_group(place)
 assert deep_check.time_product(group.device).ms > 0
-peers = deep_check.measure_peers()
-assert peers.access == ((True, True), (True, True)) and peers.gb_per_s[0][0] is None and peers.gb_per_s[0][1] > 0
 deep_check._STEPS["cuda"] = 2
-deep_check._count_calls = lambda state, setting: {{"launches_per_step": 1.0, "syncs_per_step": 0.0}}
 run = RunDir(Path({str(tmp_path)!r}))
 run.attempt(0).path.mkdir(parents=True)
 assignment = Assignment(run=run, attempt=run.attempt(0), stop_file=run.path / "stop")

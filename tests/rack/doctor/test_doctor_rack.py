@@ -209,4 +209,3 @@ def test_the_ranks_of_a_spec_measure_on_their_nodes(two_nodes: Rack) -> None:
         ("train", "node2"),
         ("links", "node1"),
     }
-    assert report["hang_ended_s"] is not None

@@ -253,4 +253,3 @@ def test_the_ranks_of_a_spec_measure_on_the_hosts(doctor: Doctor) -> None:
         ("train", "node1"),
         ("train", "node2"),
     }
-    assert report["hang_ended_s"] is not None
