@@ -146,8 +146,7 @@ def _kind_of(path: Path, text: str) -> Kind:
         return "gluoncv"
     if found := _OF_A_LAUNCHER.search(text):
         raise UsageError(
-            f"{path}: has {found[0]} a config of Accelerate or DeepSpeed, which may shard the model, and a spec is plain "
-            "DDP",
+            f"{path}: has {found[0]} a config of Accelerate or DeepSpeed, which may shard the model; a spec is DDP",
             hint=_WITH_ITS_LAUNCHER.format(path=path),
         )
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]

@@ -414,13 +414,7 @@ def _train_conflicts(train: TrainSpec, job: JobSpec) -> Iterator[Conflict]:
             "fastnet has a batch norm of its own form, which torch's SyncBatchNorm would replace",
             "resnet18 can do it",
         )
-    if train.compile == "max" and train.deterministic:
-        yield Conflict(
-            ("train.compile", "train.deterministic"),
-            "max chooses kernels by timing them, so two runs may differ in the last bits",
-            "train.compile: always repeats",
-        )
-    if train.strategy == "dp" and train.compile in ("always", "max"):
+    if train.strategy == "dp" and train.compile == "always":
         yield Conflict(
             ("train.compile", "train.strategy"),
             "DataParallel's copies of the model, new in each step, cannot be compiled",

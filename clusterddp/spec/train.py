@@ -148,10 +148,8 @@ class TrainSpec(Written):
         "DataParallel, and none, one process and one device.",
     )
     sync_bn: Switch = key(False, "Batch norm over the batches of all ranks (SyncBatchNorm); on GPUs only.")
-    compile: Annotated[Literal["auto", "always", "never", "max"], Word] = key(
-        "auto",
-        "torch.compile; auto: on GPUs, where it pays, unless a rank cannot compile; max: on GPUs with kernels chosen "
-        "by timing, and CUDA graphs where a step has one micro-batch, else as always.",
+    compile: Annotated[Literal["auto", "always", "never"], Word] = key(
+        "auto", "torch.compile; auto: on GPUs, where it pays, unless a rank cannot compile."
     )
     width: Positive = key(1.0, "Multiplier of fastnet's channels.")
     eval_every: Count = key(1, "Epochs between evaluations on the test images.")

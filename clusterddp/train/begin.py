@@ -177,7 +177,7 @@ def compile_if_possible(state: TrainState, setting: Setting) -> None:
     """Compile the forward pass and Muon; with `compile: auto`, if one rank cannot compile, all ranks run uncompiled.
 
     The ranks exchange nothing until all have the result: a rank that compiled would wait for one that failed.
-    Raises: ClusterddpError: with `compile: always` or `max` it fails.
+    Raises: ClusterddpError: with `compile: always` it fails.
     """
     spec, group = setting.spec, setting.group
     muon = state.optimizer if isinstance(state.optimizer, Muon) else None

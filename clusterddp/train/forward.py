@@ -7,7 +7,6 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -58,32 +57,12 @@ def wrap_forward(module: nn.Module, model: nn.Module, spec: TrainSpec, group: Gr
         own = group.device.index
         others = [gpu for gpu in range(torch.cuda.device_count()) if gpu != own]
         return nn.DataParallel(_InPrecision(model, precision, group.device), device_ids=[own, *others])
-    if not is_compiled(spec, group.device):
-        return module
-    return torch.compile(module, **compile_options(spec, group.device))  # type: ignore[return-value]
+    return torch.compile(module) if is_compiled(spec, group.device) else module  # type: ignore[return-value]
 
 
 def is_compiled(spec: TrainSpec, device: torch.device) -> bool:
     """Return whether steps are compiled. On CPUs `auto` does not: 15 to 30 s of compiling gain 10 % at best."""
-    return spec.strategy != "dp" and (
-        spec.compile in ("always", "max") or (spec.compile == "auto" and device.type == "cuda")
-    )
-
-
-def compile_options(spec: TrainSpec, device: torch.device) -> dict[str, Any]:
-    """Return the options of torch.compile; on CPUs `max` is `always`."""
-    if spec.compile != "max" or device.type != "cuda":
-        return {}
-    return {"mode": "max-autotune" if uses_cuda_graphs(spec, device) else "max-autotune-no-cudagraphs"}
-
-
-def uses_cuda_graphs(spec: TrainSpec, device: torch.device) -> bool:
-    """Return whether forward and backward passes are CUDA graphs.
-
-    A graph writes its results, gradients included, to the same memory each time, so none may outlive a second
-    micro-batch. SyncBatchNorm's exchange must not be captured.
-    """
-    return spec.compile == "max" and device.type == "cuda" and spec.accumulate == 1 and not spec.sync_bn
+    return spec.strategy != "dp" and (spec.compile == "always" or (spec.compile == "auto" and device.type == "cuda"))
 
 
 def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: TrainSpec, precision: str) -> float:
@@ -98,10 +77,8 @@ def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: Tra
     images = images.to(memory_format=torch.channels_last)
     labels = torch.zeros(spec.batch_size, dtype=torch.int64, device=device)
     try:
-        for _ in range(3 if uses_cuda_graphs(spec, device) else 1):  # the first compiles, the second records
-            mark_step(spec, device)
-            model.zero_grad(set_to_none=True)
-            trial_pass(module, images, labels, precision)
+        model.zero_grad(set_to_none=True)
+        trial_pass(module, images, labels, precision)
     finally:
         model.zero_grad(set_to_none=True)
         with torch.no_grad():
@@ -109,12 +86,6 @@ def compile_now(module: nn.Module, model: nn.Module, dataset: Dataset, spec: Tra
                 buffer.copy_(buffers[name])
     synchronize(device)
     return time.perf_counter() - began
-
-
-def mark_step(spec: TrainSpec, device: torch.device) -> None:
-    """Mark the begin of a step for CUDA graphs: they may overwrite the results of the step before."""
-    if uses_cuda_graphs(spec, device):
-        torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
 
 
 def autocast(precision: str, device: torch.device) -> AbstractContextManager[object]:

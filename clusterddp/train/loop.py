@@ -15,7 +15,7 @@ from clusterddp.train.begin import Setting, begin, log_setup
 from clusterddp.train.data.augment import Transforms, augment, draw_transforms
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
-from clusterddp.train.forward import autocast, mark_step
+from clusterddp.train.forward import autocast
 from clusterddp.train.group import max_over_ranks, ranks_apart
 from clusterddp.train.optim import Schedule, optimizer_tensors, set_learning_rate
 from clusterddp.train.report.figures import Window
@@ -90,7 +90,6 @@ def train_step(state: TrainState, setting: Setting, order: Tensor, transforms: T
     take = partial(batch_indices, world=group.world_size, rank=group.rank, batch_size=spec.batch_size)
     record = state.meter.clock.record
     record("step")
-    mark_step(spec, group.device)
     state.optimizer.zero_grad(set_to_none=True)
     for micro in range(spec.accumulate):
         record("load_begin")

@@ -37,7 +37,6 @@ _TITLES = {
     "data_wait_percent": "Waiting for data (% of step)",
     "comm_exposed_percent": "Waiting for other ranks (% of step)",
     "memory_peak_mb": "Memory, peak (MB)",
-    "straggler_spread": "Slowest rank by median of the others",
 }
 
 

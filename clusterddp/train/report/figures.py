@@ -151,8 +151,6 @@ class Totals:
     """The most that any rank had."""
     bytes_sent: float = 0.0
     """By each rank."""
-    spread: float = 0.0
-    """The spread of each window times its steps."""
     bins: dict[int, int] = field(default_factory=dict)
     """How many steps took 1.01 to the power of the key, in ms."""
     time_to_accuracy: dict[str, float] = field(default_factory=dict)
@@ -160,7 +158,7 @@ class Totals:
 
     def add(self, window: Totals) -> None:
         """Add a window."""
-        for name in ("steps", "steps_ms", "data_ms", "exposed_ms", "bytes_sent", "spread"):
+        for name in ("steps", "steps_ms", "data_ms", "exposed_ms", "bytes_sent"):
             setattr(self, name, getattr(self, name) + getattr(window, name))
         self.memory_mb = max(self.memory_mb, window.memory_mb)
         for key, count in window.bins.items():
@@ -199,14 +197,9 @@ class Meter:
         """
         group = self.group
         times = self.clock.read()
-        own = [
-            statistics.median(times.busy_ms),  # the median: one slow step says nothing of a rank
-            sum(times.steps_ms),
-            times.data_ms,
-            times.exposed_ms,
-            read_memory_peak_mb(group.device),
-        ]
-        reached.step, reached.own_step_s = last_step, own[0] / 1e3
+        # The median: one slow step says nothing of a rank.
+        reached.step, reached.own_step_s = last_step, statistics.median(times.busy_ms) / 1e3
+        own = [sum(times.steps_ms), times.data_ms, times.exposed_ms, read_memory_peak_mb(group.device)]
         rows = torch.zeros(group.world_size, len(own), dtype=torch.float64)
         rows[group.rank] = torch.tensor(own, dtype=torch.float64)
         sums = torch.cat((window.losses, window.hits, rows.flatten().to(group.device, non_blocking=True)))
@@ -219,7 +212,7 @@ class Meter:
         _check_finite(means, norm.item(), last_step=last_step)
         seconds = time.perf_counter() - window.began
         columns = zip(*numbers.view_as(rows).tolist(), strict=True)
-        busy_ms, sums_ms, data_ms, exposed_ms, memory_mb = (list(column) for column in columns)
+        sums_ms, data_ms, exposed_ms, memory_mb = (list(column) for column in columns)
         steps = len(times.steps_ms)
         totals = Totals(
             steps=steps,
@@ -228,17 +221,9 @@ class Meter:
             exposed_ms=sum(exposed_ms),
             memory_mb=max(memory_mb),
             bytes_sent=bytes_per_step * steps,
-            spread=spread_of(busy_ms) * steps,
             bins=dict(Counter(round(math.log(max(step_ms, 1e-6)) / _BIN) for step_ms in times.steps_ms)),
         )
         return WindowFigures(loss=sum(means) / len(means), hits=hits.item(), seconds=seconds, totals=totals)
-
-
-def spread_of(busy_ms: list[float]) -> float:
-    """Return how many times as long as the median of the other ranks the slowest rank takes."""
-    *others, slowest = sorted(busy_ms)
-    median = statistics.median(others) if others else slowest
-    return slowest / median if median > 0 else 1.0
 
 
 def figures_of(totals: Totals, images_per_s: float, *, world_size: int, **conditions: Any) -> dict[str, Any]:
@@ -254,7 +239,6 @@ def figures_of(totals: Totals, images_per_s: float, *, world_size: int, **condit
         "comm_exposed_percent": 0.0 if world_size == 1 else _percent(totals.exposed_ms, totals.steps_ms),
         "comm_bytes_per_step": round(totals.bytes_sent / max(1, totals.steps)),
         "memory_peak_mb": round(totals.memory_mb, 1),
-        "straggler_spread": round(totals.spread / max(1, totals.steps), 3),
         **conditions,
     }
 

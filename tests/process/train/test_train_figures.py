@@ -1,19 +1,13 @@
-"""What is reported of a training besides loss and accuracy: where the time went, and who holds the others up."""
+"""What is reported of a training besides loss and accuracy: where the time went."""
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
-from typing import Any
-
-import torch
-from torch import nn
 
 from clusterddp.train.begin import begin
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
-from clusterddp.train.models.fastnet import FastNet
-from clusterddp.train.report.figures import StepEvent, Totals, quantiles, spread_of, times_of
+from clusterddp.train.report.figures import StepEvent, Totals, quantiles, times_of
 from clusterddp.train.state import gather_state, restore_state
 from tests.support.train_gang import Gang, make_run, metrics_rows, one_rank, settle, train_once
 
@@ -74,37 +68,6 @@ def test_an_accuracy_is_reached_once() -> None:
     assert totals.time_to_accuracy == {"0.50": 10.0, "0.60": 30.0, "0.70": 30.0}
 
 
-# -- ranks that are slower than others
-
-
-def test_the_slowest_rank_is_compared_with_the_others_median() -> None:
-    assert spread_of([10.0, 30.0, 10.0, 20.0]) == 3.0
-
-
-def test_a_single_rank_is_compared_with_itself() -> None:
-    assert spread_of([10.0]) == 1.0
-
-
-def train_with_a_slow_rank(group: Group, path: Path, slow: int) -> dict[str, Any]:
-    """Train with a rank whose forward pass takes 0.2 s longer."""
-
-    def sleep(module: nn.Module, given: Any) -> None:
-        if isinstance(module, FastNet) and module.training and group.rank == slow:
-            time.sleep(0.2)
-
-    hook = torch.nn.modules.module.register_module_forward_pre_hook(sleep)
-    try:
-        return train_once(group, path, max_steps=9, samples=320)
-    finally:
-        hook.remove()
-
-
-def test_a_rank_that_holds_the_others_up_shows_in_the_rows(gang: Gang, tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run")
-    gang.run(2, train_with_a_slow_rank, path, 1)
-    assert min(row["straggler_spread"] for row in metrics_rows(path, "train")) > 1.25
-
-
 # -- a training's figures
 
 
@@ -117,7 +80,6 @@ def test_rows_of_two_ranks_show_where_the_time_went(gang: Gang, tmp_path: Path) 
         assert 0 < row["data_wait_percent"] < 100
         assert 0 < row["comm_exposed_percent"] < 100
         assert row["memory_peak_mb"] > 50
-        assert row["straggler_spread"] >= 1
 
 
 def parameter_bytes(group: Group, path: Path) -> int:

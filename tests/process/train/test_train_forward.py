@@ -19,10 +19,8 @@ from clusterddp.train.data.dataset import Dataset, load_dataset
 from clusterddp.train.exchange import DdpExchange
 from clusterddp.train.forward import (
     compile_now,
-    compile_options,
     is_compiled,
     place_model,
-    uses_cuda_graphs,
     wrap_forward,
 )
 from clusterddp.train.group import Group
@@ -42,28 +40,10 @@ def data(**train: Any) -> Dataset:
     return load_dataset(spec(**train))
 
 
-@pytest.mark.parametrize(
-    ("compile_", "on_cpu", "on_gpu"), [("auto", 0, 1), ("always", 1, 1), ("never", 0, 0), ("max", 1, 1)]
-)
+@pytest.mark.parametrize(("compile_", "on_cpu", "on_gpu"), [("auto", 0, 1), ("always", 1, 1), ("never", 0, 0)])
 def test_auto_compiles_on_gpus_only(compile_: str, on_cpu: bool, on_gpu: bool) -> None:
     assert is_compiled(spec(compile=compile_), CPU) == on_cpu
     assert is_compiled(spec(compile=compile_), GPU) == on_gpu
-
-
-@pytest.mark.parametrize(
-    ("train", "mode"),
-    [
-        ({}, "max-autotune"),
-        ({"accumulate": 2}, "max-autotune-no-cudagraphs"),  # gradients outlive a micro-batch
-        ({"sync_bn": True}, "max-autotune-no-cudagraphs"),
-    ],
-)
-def test_max_compiles_with_cuda_graphs_where_no_gradient_outlives_them(train: dict[str, Any], mode: str) -> None:
-    wanted = spec(compile="max", **train)
-    assert compile_options(wanted, GPU) == {"mode": mode}
-    assert uses_cuda_graphs(wanted, GPU) == (mode == "max-autotune")
-    torch.compile(torch.nn.Linear(1, 1), **compile_options(wanted, GPU))  # refuses a mode that it does not know
-    assert compile_options(wanted, CPU) == compile_options(spec(compile="always"), GPU) == {}
 
 
 def test_data_parallel_is_not_compiled() -> None:

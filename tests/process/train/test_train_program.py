@@ -34,7 +34,7 @@ def test_metrics_rows_have_place_and_speed(tmp_path: Path) -> None:
         *("kind", "attempt", "epoch", "step", "loss", "accuracy", "lr", "epochs_total", "steps_total", "time"),
         *("images_per_s", "images_per_s_per_rank", "step_ms", "data_wait_percent", "comm_exposed_percent"),
         *("comm_bytes_per_step", "memory_peak_mb"),
-        *("straggler_spread", "precision", "comm", "exact", "train_seconds", "checkpoint_seconds"),
+        *("precision", "comm", "exact", "train_seconds", "checkpoint_seconds"),
     }
     assert [(row["epoch"], row["step"], row["samples"]) for row in metrics_rows(path, "eval")] == [
         (1, 9, 57),

@@ -239,8 +239,6 @@ def test_a_secret_written_with_its_value_is_not_repeated() -> None:
         ("launcher: ssh", "ssh.hosts", "launcher ssh has no hosts"),
         ("train: {sync_bn: true, model: fastnet}", "train.sync_bn", "fastnet has a batch norm of its own form"),
         ("train: {compile: always, strategy: dp}", "train.compile", "DataParallel's copies of the model"),
-        ("train: {compile: max, strategy: dp}", "train.compile", "DataParallel's copies of the model"),
-        ("train: {compile: max, deterministic: true}", "train.compile", "max chooses kernels by timing them"),
         ("train: {translate: 32}", "train.translate", "less than 32: the images are kept at 32x32"),
         ("train: {dataset: stl10, cutout: 96}", "train.cutout", "less than 96: the images are kept at 96x96"),
         ("train: {dataset: STL10}", "train.dataset", 'a set that the trainer knows. Did you mean "stl10"?'),
