@@ -52,8 +52,7 @@ def run_entry(run_dir: str) -> None:
     elif entry["kind"] == "function":
         _run_function(entry, args, _filled(entry.get("kwargs", {}), values))
     else:
-        local_rank = [f"--local_rank={values['local_rank']}"] if entry.get("local_rank_arg") else []
-        _run_program(entry, [*local_rank, *args])
+        _run_program(entry, args)
 
 
 def import_first(modules: Iterable[str]) -> None:

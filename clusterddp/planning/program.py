@@ -413,7 +413,6 @@ def plan_entry(
         init="tcp" if job.network.init == "auto" else job.network.init,
         spawns=spawns,
         counts=job.entry.counts,
-        local_rank_arg=job.entry.local_rank_arg,
         fork=job.entry.fork,
         stop_signal=job.entry.stop_signal,
         data_dir=job.entry.data_dir,
@@ -436,7 +435,6 @@ def plan_trial_entry(trial: Trial, entry: Entry, spec: dict[str, Any], *, on_cpu
         stop_aware=False,
         spawns=(),
         counts="processes",
-        local_rank_arg=False,
         smoke_test=program,
         stop_signal="none",
     )

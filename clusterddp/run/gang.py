@@ -67,8 +67,6 @@ class Entry:
     """How many ranks the entry itself starts on each node, where the gang then has one rank; empty: it starts none."""
     counts: Counts = "processes"
     """What {rank} and {world_size} count."""
-    local_rank_arg: bool = False
-    """True: --local_rank=N comes before the arguments."""
     fork: bool = True
     """False: each rank is a new Python process; True: a node's ranks may be forked from one (node/fork_server.py)."""
     smoke_test: dict[str, Any] | None = None

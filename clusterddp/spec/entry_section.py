@@ -151,9 +151,6 @@ class EntrySpec(Section):
         "What {world_size} and {rank} count; with owns_ranks the variables WORLD_SIZE and RANK, too. auto: processes; "
         "machines with owns_ranks.",
     )
-    local_rank_arg: fields.Switch = key(
-        False, "Put --local_rank=N before the arguments, as torch.distributed.launch does."
-    )
     fork: fields.Switch = key(
         True,
         "A node's ranks are forked from one process that has imported torch and numpy for all of them, where a "
@@ -234,7 +231,6 @@ def entry_conflicts(entry: EntrySpec, *, world_size: int, in_step: bool) -> Iter
                 f"{{{name}}} stays as it is in text for a shell",
                 f"a shell has variables: ${VARIABLES[name][0]}",
             )
-    yield from _local_rank_conflicts(entry)
     yield from _starter_conflicts(entry, world_size, in_step=in_step)
     yield from _function_conflicts(entry) if in_step else ()
     for dotted, text in _texts(entry):
@@ -307,19 +303,6 @@ def _function_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
                 "write the line under setup:, which bash runs on each node before the ranks start",
             )
             break
-
-
-def _local_rank_conflicts(entry: EntrySpec) -> Iterator[Conflict]:
-    if entry.local_rank_arg and entry.script is None and entry.module is None:
-        yield Conflict(
-            ("entry.local_rank_arg",),
-            "is for a script or a module",
-            '"{local_rank}" among the arguments of a command or function becomes the number',
-        )
-    if entry.local_rank_arg and entry.owns_ranks:
-        yield Conflict(
-            ("entry.local_rank_arg", "entry.owns_ranks"), "a program that starts its ranks itself is not a local rank"
-        )
 
 
 def _placeholder_conflicts(entry: EntrySpec, dotted: str, text: str) -> Iterator[Conflict]:

@@ -50,6 +50,7 @@ _REMOVED: dict[str, str] = {
     "notify.mail": "on Slurm slurm: {mail_user: ADDRESS, mail_type: END}; elsewhere command: [mail, -s, TEXT, ADDRESS]",
     "keep": "clusterddp rm --older-than 30d removes runs that ended that long ago, also with --name",
     "train.comm_allow": "write the mode of exchange itself, such as train.comm: local:8",
+    "entry.local_rank_arg": "write the option among the arguments: args: ['--local_rank={local_rank}']",
     "ssh.conda": "write conda: at the top level; a host of ssh.hosts may have one of its own",
     "ssh.venv": "write venv: at the top level; a host of ssh.hosts may have one of its own",
     "ssh.python": "write python: at the top level; a host of ssh.hosts may have one of its own",

@@ -158,7 +158,7 @@ ROWS = (
     Row(
         key="launch",
         title="`torch.distributed.launch` and its `--local_rank`",
-        spec="entry: {script: launched.py, local_rank_arg: true, args: [--lr, 0.1]}",
+        spec='entry: {script: launched.py, args: ["--local_rank={local_rank}", --lr, 0.1]}',
         cells=(
             *submitted(),
             bare(

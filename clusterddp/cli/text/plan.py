@@ -253,10 +253,9 @@ def entry_text(entry: Entry) -> str:
         named = [f"{name}={json.dumps(value, ensure_ascii=False)}" for name, value in entry.kwargs.items()]
         values = [json.dumps(value, ensure_ascii=False) for value in entry.args]
         return printable(f"{entry.target}({', '.join([*values, *named])})")
-    local_rank = ["--local_rank=N"] if entry.local_rank_arg else []
     shell = ["/bin/sh", "-c"] if entry.shell else []
     target = entry.target.removeprefix(f"{entry.code_dir}/") if entry.code_dir else entry.target
-    return words([*shell, target, *entry.words, *local_rank, *entry.args])
+    return words([*shell, target, *entry.words, *entry.args])
 
 
 def _where(plan: Plan) -> str:

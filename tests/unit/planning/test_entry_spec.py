@@ -47,9 +47,6 @@ def problems(entry: str, more: str = "") -> list[tuple[str, str]]:
         ("{command: [echo, a], shell: true}", "entry.shell", "a shell reads text, found a list of words"),
         ("{script: a.py, shell: true}", "entry.shell", "a shell reads text, found no command"),
         ("{script: a.py, kwargs: {a: 1}}", "entry.kwargs", "is for a function, and there is none"),
-        ("{command: a, local_rank_arg: true}", "entry.local_rank_arg", "is for a script or a module"),
-        ("{script: a.py, local_rank_arg: true, owns_ranks: true}", "entry.local_rank_arg", "a program that starts its "
-         "ranks itself is not a local rank"),
         ("{script: a.py, stop_signal: TERM}", "entry.stop_signal", "is for a command"),
         ("{command: 'a \"b'}", "entry.command", 'found the text "a \\"b", expected words that a shell can split (no '
          "closing quotation)"),
