@@ -9,7 +9,6 @@ from __future__ import annotations
 import array
 import fcntl
 import ipaddress
-import os
 import re
 import socket
 import struct
@@ -18,12 +17,10 @@ from dataclasses import dataclass
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.system.devices import loopback_interface
+from clusterddp.system.netlink import ask_kernel, attributes_of
 from clusterddp.wire import Written
 
-_DUMP = 0x301  # NLM_F_REQUEST | NLM_F_DUMP
 _GET_LINKS, _GET_ADDRESSES = 18, 22
-_ERROR, _DONE = 2, 3
-_HEADER = struct.Struct("=IHHII")
 _LINK = struct.Struct("=BxHiII")
 _ADDRESS = struct.Struct("=BBBBI")
 _LINK_NAME, _LINK_MTU, _LINK_INFO, _INFO_KIND = 3, 4, 18, 1
@@ -42,9 +39,9 @@ def read_addresses() -> Iterator[tuple[int, str, int, bool]]:
     Link-local ones (fe80) are left out.
     Raises: OSError.
     """
-    for body in _dump(_GET_ADDRESSES, _ADDRESS.pack(0, 0, 0, 0, 0)):
+    for body in ask_kernel(socket.NETLINK_ROUTE, _GET_ADDRESSES, _ADDRESS.pack(0, 0, 0, 0, 0)):
         family, prefix, flags, scope, index = _ADDRESS.unpack_from(body)
-        attributes = _attributes(body[_ADDRESS.size :])
+        attributes = attributes_of(body[_ADDRESS.size :])
         packed = attributes.get(_ADDRESS_OWN) or attributes.get(_ADDRESS_PEER)
         if family not in (socket.AF_INET, socket.AF_INET6) or packed is None:
             continue
@@ -73,35 +70,6 @@ def _ask_device(request: int, name: str, argument: bytes) -> bytes | None:
             return fcntl.ioctl(asking, request, struct.pack("16s24s", name.encode(), argument))
         except OSError:
             return None
-
-
-def _dump(kind: int, question: bytes) -> Iterator[bytes]:
-    """Ask the kernel for a whole table; yield its entries."""
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, socket.NETLINK_ROUTE) as kernel:
-        kernel.settimeout(5)
-        kernel.sendall(_HEADER.pack(_HEADER.size + len(question), kind, _DUMP, 1, 0) + question)
-        while True:
-            data = kernel.recv(1 << 18)
-            while data:
-                length, entry, _, _, _ = _HEADER.unpack_from(data)
-                body, data = data[_HEADER.size : length], data[(length + 3) & ~3 :]
-                if entry == _DONE:
-                    return
-                if entry == _ERROR:
-                    code = -struct.unpack_from("=i", body)[0]
-                    raise OSError(code, os.strerror(code))
-                yield body
-
-
-def _attributes(data: bytes) -> dict[int, bytes]:
-    found = {}
-    while len(data) >= 4:
-        length, kind = struct.unpack_from("=HH", data)
-        if length < 4:
-            break
-        found[kind & 0x3FFF] = data[4:length]
-        data = data[(length + 3) & ~3 :]
-    return found
 
 
 def _text(data: bytes) -> str:
@@ -279,10 +247,10 @@ def _read_links() -> Iterator[Link]:
     addresses: dict[int, list[LinkAddress]] = {}
     for index, address, prefix, lasting in read_addresses():
         addresses.setdefault(index, []).append(LinkAddress(address=address, prefix=prefix, lasting=lasting))
-    for body in _dump(_GET_LINKS, _LINK.pack(0, 0, 0, 0, 0)):
+    for body in ask_kernel(socket.NETLINK_ROUTE, _GET_LINKS, _LINK.pack(0, 0, 0, 0, 0)):
         _, hardware, index, flags, _ = _LINK.unpack_from(body)
-        attributes = _attributes(body[_LINK.size :])
-        name, info = _text(attributes[_LINK_NAME]), _attributes(attributes.get(_LINK_INFO, b""))
+        attributes = attributes_of(body[_LINK.size :])
+        name, info = _text(attributes[_LINK_NAME]), attributes_of(attributes.get(_LINK_INFO, b""))
         yield Link(
             name=name,
             kind=_text(info.get(_INFO_KIND, b"")),

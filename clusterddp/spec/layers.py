@@ -23,7 +23,6 @@ runs_dir: /scratch/{user}/runs       # from here, from / or from ~/
 from __future__ import annotations
 
 import functools
-import grp
 import itertools
 import os
 import pwd
@@ -55,6 +54,7 @@ from clusterddp.spec.tree import (
     spec_error,
     without,
 )
+from clusterddp.system.own_directory import account_name, other_writers
 
 if TYPE_CHECKING:
     from clusterddp.spec.hosts import Login
@@ -384,26 +384,11 @@ def _refuse_stranger(path: Path, place: Place, variable: str, found: os.stat_res
     without_it = f"; {variable}= (empty) goes without it"
     owners = {found.st_uid, os.lstat(path).st_uid} - {0, os.geteuid()}
     if owners:
-        uid = owners.pop()
-        try:
-            user = f"{pwd.getpwuid(uid).pw_name} (uid {uid})"
-        except KeyError:
-            user = f"uid {uid}"
-        message = f"belongs to {user}, expected your own file or root's: its values are not used"
+        message = f"belongs to {account_name(owners.pop())}, expected your own file or root's: its values are not used"
         raise spec_error(place, message, f"a copy of your own counts{without_it}")
-    others = stat.S_IWOTH | (0 if _is_private_group(found) else stat.S_IWGRP)
-    if found.st_mode & others:
+    if other_writers(found) is not None:
         message = f"can be written by other users (mode {stat.S_IMODE(found.st_mode):04o}): its values are not used"
         raise spec_error(place, message, f"chmod go-w {path}{without_it}")
-
-
-def _is_private_group(found: os.stat_result) -> bool:
-    """Return whether the file's group has its owner's name and no other member, as where each user has a group."""
-    try:
-        group, owner = grp.getgrgid(found.st_gid), pwd.getpwuid(found.st_uid).pw_name
-    except KeyError:
-        return False
-    return group.gr_name == owner and set(group.gr_mem) <= {owner}
 
 
 def _exists(path: Path) -> bool:

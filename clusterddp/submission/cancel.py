@@ -23,7 +23,7 @@ from clusterddp.run.steps import is_batch_script, running_steps
 from clusterddp.run.stop import request_stop
 from clusterddp.submission.submit import CANCELLED_IN_QUEUE, record_end, wait
 from clusterddp.system.files import is_file, write_json
-from clusterddp.system.gpu_lease import user_name
+from clusterddp.system.own_directory import account_name
 
 _ANSWER_INTERVAL_S = 0.25
 _MAX_AGE_S = 0.5
@@ -144,7 +144,7 @@ def _cancel(run: RunDir, record: RunRecord, timeout_s: float, sync: Synchroniser
 
 def ask_to_end(run: RunDir) -> bool:
     """Write the file by which a run ends, now or after a requeue of its job; False: it was there already."""
-    is_new = write_json(run.cancel_file, {"by": user_name(os.geteuid()), "time": time.time()}, exclusive=True)
+    is_new = write_json(run.cancel_file, {"by": account_name(os.geteuid()), "time": time.time()}, exclusive=True)
     if is_new:
         log_event(run, "cancel_requested")
     return is_new

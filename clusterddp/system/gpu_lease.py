@@ -11,15 +11,16 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import pwd
 import re
 import socket
 import struct
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from clusterddp.system.devices import Gpu, ask_nvidia_smi, list_gpus, visible_gpus
+from clusterddp.system.netlink import ask_kernel, attributes_of
+from clusterddp.system.own_directory import account_name
 
 ENDING_S = 3.0
 """How long the last process of an ended run may take to exit, and so to free its GPUs."""
@@ -27,10 +28,10 @@ _GPU = "clusterddp-gpu"
 _MAX_NAME = 107
 """Bytes of an abstract name: sun_path has 108, the first of them is 0."""
 _NAMES = Path("/proc/net/unix")
-_SOCK_DIAG, _BY_FAMILY, _DUMP, _SHOW = 4, 20, 0x301, 0x41
-_DONE, _NAME, _UID = 3, 0, 7
-"""Numbers of linux/sock_diag.h, linux/unix_diag.h and linux/netlink.h; _SHOW: the name and the user."""
-_KERNEL_S = 2.0
+_SOCK_DIAG, _BY_FAMILY, _SHOW, _NAME, _UID = 4, 20, 0x41, 0, 7
+"""Numbers of linux/sock_diag.h and linux/unix_diag.h; _SHOW: the name and the user."""
+_UNIX_ENTRY = 16
+"""Bytes of an entry before its attributes."""
 _NO_HOLDER = frozenset({"nvidia-cuda-mps"})
 """Processes, by their names in the kernel, that compute for other processes, which are listed themselves."""
 
@@ -46,8 +47,8 @@ class Holder:
 
     def __str__(self) -> str:
         if not self.run or self.uid is None:
-            return "another run" if self.uid in (None, os.getuid()) else f"a process of {user_name(self.uid)}"
-        return f"run {self.run}" if self.uid == os.getuid() else f"run {self.run} of {user_name(self.uid)}"
+            return "another run" if self.uid in (None, os.getuid()) else f"a process of {account_name(self.uid)}"
+        return f"run {self.run}" if self.uid == os.getuid() else f"run {self.run} of {account_name(self.uid)}"
 
 
 class Lease:
@@ -144,14 +145,6 @@ def devices_of(gpu: str, listed: Sequence[Gpu]) -> tuple[str, ...]:
     return (gpu,)
 
 
-def user_name(uid: int) -> str:
-    """Return the name of a user of this host, or `uid 1000`."""
-    try:
-        return pwd.getpwuid(uid).pw_name
-    except (KeyError, OverflowError):
-        return f"uid {uid}"
-
-
 def _read_marks() -> dict[str, Holder]:
     """Read which devices are taken, and by which run: the socket that names it is of the user who has the device's."""
     taken: dict[str, int | None] = {}
@@ -168,38 +161,18 @@ def _read_marks() -> dict[str, Holder]:
 
 def _list_sockets() -> list[tuple[str, int | None]]:
     """List the names of unix sockets, abstract ones after an @, and who made each; None: the kernel does not say."""
+    question = struct.pack("=BBHIIIII", socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW, 0, 0)  # see sock_diag(7)
     with contextlib.suppress(OSError, KeyError):  # before Linux 5.3 there is no user
-        return [(name.decode("ascii", "replace").replace("\0", "@"), uid) for name, uid in _ask_kernel()]
+        sockets = [attributes_of(entry[_UNIX_ENTRY:]) for entry in ask_kernel(_SOCK_DIAG, _BY_FAMILY, question)]
+        return [
+            (each[_NAME].decode("ascii", "replace").replace("\0", "@"), int(struct.unpack("=I", each[_UID])[0]))
+            for each in sockets
+            if _NAME in each
+        ]
     with contextlib.suppress(OSError):
         text = _NAMES.read_text(encoding="ascii", errors="replace")
         return [(line.split(maxsplit=7)[-1], None) for line in text.splitlines() if line.strip()]
     return []
-
-
-def _ask_kernel() -> list[tuple[bytes, int]]:
-    """Ask the kernel by sock_diag(7) for the names of unix sockets and their users."""
-    found: list[tuple[bytes, int]] = []
-    words = (40, _BY_FAMILY, _DUMP, 1, 0, socket.AF_UNIX, 0, 0, 0xFFFFFFFF, 0, _SHOW, 0, 0)
-    with socket.socket(socket.AF_NETLINK, socket.SOCK_RAW, _SOCK_DIAG) as asked:
-        asked.settimeout(_KERNEL_S)
-        asked.send(struct.pack("=IHHIIBBHIIIII", *words))
-        while True:
-            for kind, body in _parts(asked.recv(1 << 17), "=IH", 16):
-                if kind == _DONE:
-                    return found
-                values = dict(_parts(body[16:], "=HH", 4))
-                if kind != _BY_FAMILY:
-                    raise OSError(errno.ENOTSUP, "the kernel does not list sockets")
-                if _NAME in values:
-                    found.append((values[_NAME], *struct.unpack("=I", values[_UID])))
-
-
-def _parts(data: bytes, form: str, head: int) -> Iterator[tuple[int, bytes]]:
-    """Split what netlink sends: a head with a length and a kind, and data, padded to 4 bytes."""
-    while len(data) >= head:
-        length, kind = struct.unpack_from(form, data)
-        yield kind, data[head:length]
-        data = data[(max(head, length) + 3) // 4 * 4 :]
 
 
 def _key(device: str) -> str:
@@ -225,5 +198,5 @@ def _spell_process(pid: str) -> str:
     with contextlib.suppress(OSError):
         if (process / "comm").read_text(errors="replace").strip() in _NO_HOLDER:
             return ""
-        return f"pid {pid} of {user_name(process.stat().st_uid)}"
+        return f"pid {pid} of {account_name(process.stat().st_uid)}"
     return f"pid {pid}"  # it is in another PID namespace, or has just ended

@@ -65,12 +65,12 @@ def demand_own(path: "str | os.PathLike[str]", *, private: bool = False) -> None
 
 def _fault_of(place: str, found: os.stat_result, trusted: "set[int]", instead: str) -> "tuple[str, str] | None":
     """Judge one directory, or link, on the way."""
-    owner = _name_of(found.st_uid)
+    owner = account_name(found.st_uid)
     if found.st_uid not in trusted:
         remedy = f"{instead}; or, if you trust {owner}, {_trusting(place)}"
         remedy += "; NFS shows this owner, too, where it cannot name one" if owner == "nobody" else ""
         return f"{place} belongs to {owner}, who can replace the files of runs below it", remedy
-    who = _other_writers(found)
+    who = other_writers(found)
     if who is None or stat.S_ISLNK(found.st_mode) or found.st_mode & stat.S_ISVTX:
         return None
     what = f"{place} (mode {stat.S_IMODE(found.st_mode):04o}): {who} can replace the files of runs below it"
@@ -92,17 +92,17 @@ def _trusting(place: str) -> str:
 
 def _fault_of_private(place: str, found: os.stat_result, trusted: "set[int]", instead: str) -> "tuple[str, str] | None":
     if found.st_uid != os.geteuid():
-        return f"{place} belongs to {_name_of(found.st_uid)}, and has to be yours", instead
-    who = _other_writers(found)
+        return f"{place} belongs to {account_name(found.st_uid)}, and has to be yours", instead
+    who = other_writers(found)
     return None if who is None else (f"{place}: {who} can write there", f"chmod go-w {place}")
 
 
-def _other_writers(found: os.stat_result) -> "str | None":
+def other_writers(found: os.stat_result) -> "str | None":
     """Return who besides the owner may write, for people; None: nobody, or only the owner's own group."""
     if found.st_mode & stat.S_IWOTH:
         return "every user"
     if found.st_mode & stat.S_IWGRP and not _is_own_group(found):
-        return f"group {_name_of(found.st_gid, group=True)}"
+        return f"group {account_name(found.st_gid, group=True)}"
     return None
 
 
@@ -131,11 +131,12 @@ def _is_own_group(found: os.stat_result) -> bool:
     return group.gr_name in names and names.issuperset(group.gr_mem)
 
 
-def _name_of(number: int, *, group: bool = False) -> str:
+def account_name(number: int, *, group: bool = False) -> str:
+    """Return the name of a user, or group, of this host, or `uid 1000`."""
     import grp
     import pwd
 
     try:
         return grp.getgrgid(number).gr_name if group else pwd.getpwuid(number).pw_name
-    except KeyError:
+    except (KeyError, OverflowError):
         return f"{'gid' if group else 'uid'} {number}"

@@ -9,7 +9,7 @@ import re
 import time
 
 from clusterddp.places.slurm.queue import Job
-from clusterddp.system.gpu_lease import user_name
+from clusterddp.system.own_directory import account_name
 
 _WAITS = {
     "resources": "for nodes to become free",
@@ -143,7 +143,7 @@ def explain_end(job: Job, *, began: bool = True) -> str:
     if job.state == "CANCELLED":
         text = f"job {job.job_id} was cancelled"
         if job.cancelled_by is not None:
-            text += f" by {user_name(job.cancelled_by)}"
+            text += f" by {account_name(job.cancelled_by)}"
         elif not began:
             text += (
                 " before its script began, and not by clusterddp: by scancel, or by Slurm itself, where a node could "
