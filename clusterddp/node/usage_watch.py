@@ -169,12 +169,15 @@ class UsageWatch:
 
     def _pace(self, collection: _Answers) -> Pace:
         """Return the pace by what the program measures, by its collectives, or by the steps that it reports."""
-        seen = [_period(self._steps.get(rank), each, collection.asked_at) for rank, each in collection.ranks.items()]
-        reported = [period_s for period_s in seen if period_s is not None]
-        reported_s = statistics.median(reported) if reported else None
+        reported: list[float] = []
+        """Seconds of a step since the last look, of ranks that report steps."""
         for rank, each in collection.ranks.items():
             if each["step"] is not None:
+                at, before = self._steps.get(rank, (0.0, each["step"]))
+                if each["step"] > before:
+                    reported.append((collection.asked_at - at) / (each["step"] - before))
                 self._steps[rank] = (collection.asked_at, each["step"])
+        reported_s = statistics.median(reported) if reported else None
         own_s = {rank: each["own_step_s"] for rank, each in collection.ranks.items() if each["own_step_s"]}
         if len(collection.ranks) < self._gang.num_ranks:
             return Pace(period_s=reported_s)
@@ -193,13 +196,6 @@ class UsageWatch:
             rank: Straggler(rank=rank, host=self._gang.node_of(rank).host, late_s=late[rank], period_s=pace.period_s)
             for rank in sorted(before & set(late))
         }
-
-
-def _period(before: tuple[float, int] | None, rank: Mapping[str, Any], now: float) -> float | None:
-    """Return the seconds of a step since the last look, of a rank that reports steps."""
-    if before is None or rank["step"] is None or rank["step"] <= before[1]:
-        return None
-    return float((now - before[0]) / (rank["step"] - before[1]))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -237,7 +233,10 @@ def pace_of_collectives(entered: Mapping[int, Entered], period_s: float | None) 
     for found in places.values():
         for rank, late_s in _lateness([{rank: each[number][1] for rank, each in entered.items()} for number in found]):
             late[rank] = max(late[rank], late_s)
-    return _pace(period_s, {rank: min(late_s, period_s) for rank, late_s in late.items()})
+    late = {rank: min(late_s, period_s) for rank, late_s in late.items()}
+    latest_s = max(late.values())
+    step_s = {rank: max(0.0, period_s - latest_s + late_s) for rank, late_s in late.items()}
+    return Pace(period_s=period_s, late_s=late, step_s=step_s)
 
 
 def pace_of_own_steps(own_s: Mapping[int, float], period_s: float | None) -> Pace:
@@ -290,15 +289,6 @@ def _long_gap(gaps: Sequence[float]) -> float:
         if apart > best:
             best, found = apart, gap if long >= _MUCH_LONGER * short else float("inf")
     return found
-
-
-def _pace(period_s: float, late_s: dict[int, float]) -> Pace:
-    latest_s = max(late_s.values())
-    return Pace(
-        period_s=period_s,
-        late_s=late_s,
-        step_s={rank: max(0.0, period_s - latest_s + each) for rank, each in late_s.items()},
-    )
 
 
 def _lateness(samples: Sequence[Mapping[int, float]]) -> list[tuple[int, float]]:

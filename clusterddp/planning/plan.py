@@ -198,7 +198,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         interface=placement.interface,
         env=dict(job.env),
         restarts=job.restarts,
-        min_nodes=_min_nodes_of(job),
+        min_nodes=job.elastic and (job.elastic.min_nodes or job.resources.nodes),
         hang=job.hang,
         hang_after_s=_seconds(job.hang_after),
         notify=_notify_of(job),
@@ -279,11 +279,6 @@ def _timeouts_of(job: JobSpec, num_nodes: int) -> dict[str, float]:
         "stop_lead_s": _seconds(stop.lead) or lead_s,
         "stop_grace_s": _seconds(stop.grace) or _STOP_S,
     }
-
-
-def _min_nodes_of(job: JobSpec) -> int | None:
-    """Return with how many nodes an attempt may begin; None: with all."""
-    return None if job.elastic is None else job.elastic.min_nodes or job.resources.nodes
 
 
 def _notify_of(job: JobSpec) -> Notify | None:

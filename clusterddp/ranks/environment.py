@@ -96,7 +96,9 @@ def exec_environment(environ: Mapping[str, str], place: Mapping[str, int], token
     """
     renamed = {name: value for name, value in environ.items() if name in PLACE_VARIABLES | _OF_THE_RUN}
     renamed |= {name: str(value) for name, value in place.items()}
-    gone = {*renamed, *_OF_THE_START, *(NCCL_VARIABLES if _logs_nccl_for_run(environ) else ())}
+    run_dir = environ.get("CLUSTERDDP_RUN_DIR")
+    logs_nccl = run_dir is not None and environ.get("NCCL_DEBUG_FILE", "").startswith(run_dir)  # into a file of the run
+    gone = {*renamed, *_OF_THE_START, *(NCCL_VARIABLES if logs_nccl else ())}
     kept = {
         name: value
         for name, value in environ.items()
@@ -112,12 +114,6 @@ def inherited_environment() -> dict[str, str]:
 
     kept = (name for name in os.environ if name == SAFE_DIRECTORIES or not name.startswith("CLUSTERDDP_"))
     return {name: os.environ[name] for name in kept}
-
-
-def _logs_nccl_for_run(environ: Mapping[str, str]) -> bool:
-    """Return whether NCCL of the rank logs into a file of the run."""
-    run_dir = environ.get("CLUSTERDDP_RUN_DIR")
-    return run_dir is not None and environ.get("NCCL_DEBUG_FILE", "").startswith(run_dir)
 
 
 Counts = Literal["processes", "machines"]

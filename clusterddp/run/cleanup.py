@@ -146,8 +146,10 @@ class Cleanup:
     def step(self) -> None:
         """Find processes once and kill them."""
         found = {process.pid: process for process in find_processes(*self.cookies)}
-        if self.descendants_but is not None:
-            found |= _descendants(self.descendants_but)
+        if (but := self.descendants_but) is not None:
+            spared = {*but, *find_descendants(but)}
+            own = find_descendants([os.getpid()])
+            found |= {pid: process for pid, process in own.items() if pid not in spared}
         self._passes += 1
         kills = self.answered_by is None
         if self.answered_by is not None:
@@ -191,9 +193,3 @@ def end_run_here(token: str, *, patience_s: float = 0.0, timeout_s: float = 5.0)
         time.sleep(0.05)
     found = len(find_processes(family))
     return found, end_processes(family, timeout_s=timeout_s) if found else []
-
-
-def _descendants(but: frozenset[int]) -> dict[int, Process]:
-    found = find_descendants([os.getpid()])
-    spared = {*but, *find_descendants(but)}
-    return {pid: process for pid, process in found.items() if pid not in spared}

@@ -27,7 +27,7 @@ from clusterddp.run.stop import confirm_stop, looking_at, record_question
 from clusterddp.script.place import find_assignment, find_store, is_first_rank, say
 from clusterddp.system.files import read_json
 from clusterddp.system.storage import set_storage_timeout
-from clusterddp.train.checkpoint import SHARDS, Timer, Writer, read_newest_on_all
+from clusterddp.train.checkpoint import SHARDS, Timer, Writer, read_newest_on_all, write_checkpoint
 
 if TYPE_CHECKING:
     from clusterddp.train.group import Agreement, Group
@@ -208,9 +208,10 @@ class _Session:
 
         self.wait()
         store = dataclasses.replace(find_store(), keep=keep)
-        self._writer = Writer(store)
+        self._writer = Writer()
         if not sharded:
-            self._writer.start(copy_to_host(state))
+            copy = copy_to_host(state)
+            self._writer.begin(lambda: write_checkpoint(store, copy))
             return
         from clusterddp.train.sharded import split, write_sharded
 

@@ -75,7 +75,7 @@ def prepare(
         spec = spec.fitted(group.world_size, global_batch)
         reporter.log(spec.describe_batch(group.world_size, global_batch))
     schedule = plan_schedule(spec, num_samples=len(dataset.train_labels), world_size=group.world_size)
-    writer, timer = Writer(store), Timer(spec.checkpoint_interval_s)
+    writer, timer = Writer(), Timer(spec.checkpoint_interval_s)
     return Setting(
         spec=spec,
         dataset=dataset,

@@ -121,8 +121,7 @@ class Timer:
 class Writer:
     """Writes checkpoints in a thread, one at a time; in a `with` it waits for the last one."""
 
-    def __init__(self, store: Store) -> None:
-        self._store = store
+    def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._error: Exception | None = None
 
@@ -139,10 +138,6 @@ class Writer:
     @property
     def is_busy(self) -> bool:
         return self._thread is not None and self._thread.is_alive()
-
-    def start(self, state: dict[str, Any]) -> None:
-        """Begin to write `state`, which must not change any more; wait for the checkpoint before it."""
-        self.begin(lambda: write_checkpoint(self._store, state))
 
     def begin(self, write: Callable[[], object]) -> None:
         """Call `write` in the thread; wait for the checkpoint before it."""

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.train.begin import Setting, begin, log_setup
+from clusterddp.train.checkpoint import write_checkpoint
 from clusterddp.train.data.augment import Transforms, augment, draw_transforms
 from clusterddp.train.data.dataset import batch_indices, epoch_order
 from clusterddp.train.evaluate import evaluate
@@ -226,7 +227,7 @@ def save(state: TrainState, setting: Setting) -> None:
     num_samples = len(setting.dataset.train_labels)
     saved = gather_state(state, spec=setting.spec, num_samples=num_samples, group=setting.group)
     if saved is not None:
-        setting.writer.start(saved)
+        setting.writer.begin(partial(write_checkpoint, setting.store, saved))
     setting.agreement.saved()
     seconds = time.perf_counter() - began
     state.totals.checkpoint_seconds += seconds

@@ -12,7 +12,7 @@ import torch
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.run.directory import RunDir
-from clusterddp.train.checkpoint import Store, Writer
+from clusterddp.train.checkpoint import Store, Writer, write_checkpoint
 from clusterddp.train.host_copy import copy_to_host, cut_apart, flatten
 from clusterddp.train.loop import train
 from tests.support.train_gang import make_run, one_rank, settle, train_once
@@ -101,10 +101,11 @@ def test_an_error_that_ends_training_leaves_the_checkpoint_before_it(
 def test_one_checkpoint_is_written_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slow = SlowSave(monkeypatch)
     (tmp_path / "run").mkdir()
-    with Writer(Store(run=RunDir(tmp_path / "run"), attempt=0, keep=2)) as writer:
-        writer.start({"epoch": 0, "step": 1, "samples": 1})
+    store = Store(run=RunDir(tmp_path / "run"), attempt=0, keep=2)
+    with Writer() as writer:
+        writer.begin(lambda: write_checkpoint(store, {"epoch": 0, "step": 1, "samples": 1}))
         threading.Timer(0.5, slow.may_go_on.set).start()
-        writer.start({"epoch": 0, "step": 2, "samples": 2})
+        writer.begin(lambda: write_checkpoint(store, {"epoch": 0, "step": 2, "samples": 2}))
         assert manifests(tmp_path / "run") == ["step-00000001-a0"]
     assert manifests(tmp_path / "run") == ["step-00000001-a0", "step-00000002-a0"]
 
