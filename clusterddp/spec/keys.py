@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 from clusterddp.errors import Problem
 from clusterddp.spec.fields import AnySection, keys_of, spellings
 from clusterddp.spec.model import JobSpec, json_schema
-from clusterddp.spec.tree import ListNode, Mapping, Node, closest, did_you_mean, is_null, problem_at
+from clusterddp.spec.tree import ListNode, Mapping, Node, closest, did_you_mean, problem_at
 
 MAX_SUGGESTIONS = 50
 """The most unknown keys that get a suggestion; a file with more is no spec, and the search takes time."""
@@ -57,9 +56,6 @@ _REMOVED: dict[str, str] = {
     "container.python": "write python: at the top level; in a container it is looked for inside",
 }
 """Dotted key that earlier versions had -> what to use instead, in one sentence for a hint."""
-_MOVED = ("ssh.conda", "ssh.venv", "ssh.python", "container.python")
-"""Those of them that named the Python of all ranks; in a stored spec they count under their new names, the first one
-that is set alone."""
 
 _HOSTFILES = ("hostfile", "hostfiles", "machinefile")
 
@@ -78,7 +74,7 @@ def with_one_spelling(
     is that of a run, which has every key of the version that made it; removed keys are dropped without a report.
     """
     found: list[Problem] = []
-    known = _section(_with_moved(tree) if stored else tree, model, path, found)
+    known = _section(tree, model, path, found)
     problems += [each for each in found if not (stored and each.key in _REMOVED)]
     return known
 
@@ -96,18 +92,6 @@ def is_for_program(path: tuple[str, ...]) -> bool:
     if len(path) > 1 or name in spellings(JobSpec):
         return name == "train" and len(path) > 1
     return _key_of_name().get(name, "train.").startswith("train.") and closest(name, spellings(JobSpec)) is None
-
-
-def _with_moved(tree: Mapping) -> Mapping:
-    """Return a stored spec with the Python of its ranks under today's key."""
-    for dotted in _MOVED:
-        section, _, name = dotted.partition(".")
-        node = tree.entries.get(section)
-        value = node.entries.get(name) if isinstance(node, Mapping) else None
-        if isinstance(node, Mapping) and not is_null(value):
-            entries, keys = {**tree.entries, name: node.entries[name]}, {**tree.keys, name: node.keys[name]}
-            return dataclasses.replace(tree, entries=entries, keys=keys)
-    return tree
 
 
 def complete_override(typed: str) -> list[tuple[str, str]]:

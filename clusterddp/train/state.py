@@ -151,10 +151,7 @@ def restore_state(
             torch.cuda.set_rng_state(own["rng"]["cuda"], group.device)
         random.setstate(own["rng"]["python"])
     state.epoch = saved["epoch"]
-    # Checkpoints of earlier versions count in steps.
-    in_epoch = saved["samples_in_epoch"] if "samples_in_epoch" in saved else saved["step_in_epoch"] * global_batch
-    state.samples_in_epoch = in_epoch
-    state.step, state.samples = saved["step"], saved["samples"]
+    state.samples_in_epoch, state.step, state.samples = saved["samples_in_epoch"], saved["step"], saved["samples"]
     state.train_seconds = saved["train_seconds"]
     known = {field.name for field in fields(Totals)}  # checkpoints of earlier versions have none, or more
     state.totals = Totals(**{key: value for key, value in saved.get("totals", {}).items() if key in known})

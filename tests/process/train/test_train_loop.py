@@ -15,8 +15,6 @@ import pytest
 import torch
 
 from clusterddp.errors import ClusterddpError
-from clusterddp.run.directory import RunDir
-from clusterddp.train.checkpoint import Store, decode, read_newest, write_checkpoint
 from clusterddp.train.data.dataset import epoch_order
 from clusterddp.train.group import Group
 from clusterddp.train.loop import train
@@ -323,20 +321,6 @@ def test_an_epoch_with_less_left_than_a_step_of_now_is_over(gang: Gang, tmp_path
     last, said = gang.run(2, go_on_and_say, path, 1, {"comm": "local:4", "batch_size": 40})[0]
     assert (last["finished"], last["samples"]) == (True, 8 * 32 + 3 * 80)
     assert "warning: the weights" not in said
-
-
-def test_a_checkpoint_of_an_earlier_version_counts_in_steps(tmp_path: Path) -> None:
-    path = make_run(tmp_path / "run")
-    whole = train_once(one_rank(), make_run(tmp_path / "whole"))
-    train_once(one_rank(), path, stop_after=5)
-    store = Store(run=RunDir(path), attempt=0, keep=2)
-    newest = read_newest(store, print)
-    assert newest is not None
-    state = decode(newest[1])
-    assert state.pop("samples_in_epoch") == 4 * 16
-    (path / "checkpoints" / newest[0].file).unlink()
-    write_checkpoint(store, state | {"step_in_epoch": 4})
-    assert train_once(one_rank(), path, attempt=1) == whole
 
 
 def test_the_log_says_what_another_number_of_ranks_changes(gang: Gang, tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ KEYS = [
     ("notify: {command: a, mail: ada}", "notify.mail", "slurm: {mail_user: ADDRESS"),
     ("keep: 30d", "keep", "rm --older-than 30d"),
     ("train: {comm_allow: [bf16]}", "train.comm_allow", "train.comm: local:8"),
+    ("entry: {script: a.py, local_rank_arg: true}", "entry.local_rank_arg", "--local_rank={local_rank}"),
     ("ssh: {python: /opt/py}", "ssh.python", "python: at the top level"),
     ("ssh: {venv: ~/v}", "ssh.venv", "venv: at the top level"),
     ("ssh: {conda: lab}", "ssh.conda", "conda: at the top level"),
@@ -39,22 +40,6 @@ def test_a_removed_key_is_refused_with_what_to_use_instead(line: str, key: str, 
 @pytest.mark.parametrize(("line", "key", "words"), KEYS, ids=[key for _, key, _ in KEYS])
 def test_a_run_s_own_spec_may_have_a_removed_key(line: str, key: str, words: str) -> None:
     assert load_spec(f"name: a\n{line}\n", environ={}, whole=True).job.name == "a"
-
-
-@pytest.mark.parametrize(
-    ("line", "wanted"),
-    [
-        ("ssh: {python: null, venv: ~/v, conda: null}", (None, "~/v", None)),
-        ("ssh: {python: python3.11, venv: null, conda: lab}", (None, None, "lab")),
-        ("container: {image: a, python: /opt/p}\nssh: {python: null}", ("/opt/p", None, None)),
-        ("container: null\nssh: {hosts: []}", (None, None, None)),
-    ],
-)
-def test_the_python_of_a_stored_spec_counts_under_its_new_key(
-    line: str, wanted: tuple[str | None, str | None, str | None]
-) -> None:
-    job = load_spec(f"name: a\n{line}\n", environ={}, whole=True).job
-    assert (job.python, job.venv, job.conda) == wanted
 
 
 @pytest.mark.parametrize(("line", "key", "words"), VALUES, ids=[line for line, _, _ in VALUES])
