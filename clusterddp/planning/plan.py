@@ -198,7 +198,7 @@ def plan_run(resolved: ResolvedSpec, request: Request) -> Plan:
         interface=placement.interface,
         env=dict(job.env),
         restarts=job.restarts,
-        min_nodes=job.elastic and (job.elastic.min_nodes or job.resources.nodes),
+        min_nodes=(job.elastic.min_nodes or job.resources.nodes) if job.elastic else None,
         hang=job.hang,
         hang_after_s=_seconds(job.hang_after),
         notify=_notify_of(job),
