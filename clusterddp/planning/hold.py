@@ -62,6 +62,8 @@ def with_own_job(plan: Plan) -> Plan:
 
 def _lacks(plan: Plan, hold: Plan) -> Iterator[str]:
     """Name what the hold has too little of."""
+    if plan.gang.min_nodes is not None:
+        yield "with elastic it needs a job of its own"
     nodes, has_nodes = len(plan.gang.nodes), len(hold.gang.nodes)
     if nodes > has_nodes:
         yield f"it needs {format_count(nodes, 'node')}, of {has_nodes}"

@@ -142,7 +142,8 @@ class Plan(Written):
         if self.slurm is None or self.gang.on_cpu or self.gang.entry.kind == "batch_script":
             return sum(len(node.gpus) for node in self.gang.nodes)
         request, nodes = read_gpu_request(self.slurm.sbatch_options), len(self.gang.nodes)
-        gpus = request.on_node(nodes=nodes, tasks=self.gang.num_ranks // nodes) if request else None
+        tasks = self.gang.num_ranks // len(self.gang.members)
+        gpus = request.on_node(nodes=nodes, tasks=tasks) if request else None
         return int(gpus * nodes) if gpus else 0
 
     @property
@@ -456,7 +457,7 @@ def _commands_started(plan: Plan) -> tuple[tuple[str, ...], ...]:
     if plan.slurm and plan.in_hold:
         return ((*plan.slurm.srun, "0"), *[module_command(SLURM_SUPERVISOR) for _ in plan.gang.nodes], rank)
     if plan.slurm:
-        supervisors = [module_command(SLURM_SUPERVISOR) for _ in plan.gang.nodes]
+        supervisors = [module_command(SLURM_SUPERVISOR) for _ in plan.gang.members]
         script = str(plan.slurm.file_of(RunDir(plan.run_dir)))
         return ((*plan.slurm.sbatch, script, *plan.slurm.arguments), (*plan.slurm.srun, "0"), *supervisors, rank)
     return (launcher_command(plan.run_dir, 0), *[SUPERVISOR_COMMAND for _ in plan.gang.nodes], rank)

@@ -33,7 +33,7 @@ def refuse_unplannable(job: JobSpec, request: Request) -> None:
     if job.sweep:
         raise UsageError("a spec with a sweep is many runs; this command takes one", hint="~sweep drops the section")
     if job.elastic and request.placed:
-        raise UsageError("elastic: is for ranks that launcher ssh or local starts; clusterddp worker has fixed nodes")
+        raise UsageError("elastic: is for ranks that a launcher starts; clusterddp worker has fixed nodes")
     function = (job.entry and job.entry.function) or ""
     if is_call(function) and request.submission is None and not (request.parent or request.trial):
         raise UsageError(

@@ -44,6 +44,7 @@ from clusterddp.spec.slurm_options import (
 from clusterddp.system.python import isolated_command, module_command
 from clusterddp.system.storage import check_shared
 from clusterddp.system.templates import read_template
+from clusterddp.system.units import format_count
 from clusterddp.wire import Written
 
 if TYPE_CHECKING:
@@ -125,9 +126,10 @@ def memory_text(gigabytes: float) -> str:
 
 def _required(job: JobSpec) -> Options:
     resources = job.resources
+    nodes = resources.nodes + job.num_spares
     options: Options = {
-        "nodes": str(resources.nodes),
-        "ntasks": str(resources.world_size),
+        "nodes": str(nodes),
+        "ntasks": str(nodes * resources.ranks_per_node),
         "ntasks_per_node": str(resources.ranks_per_node),
     }
     if resources.cpus_per_task:
@@ -139,8 +141,11 @@ def _of_the_step(job: JobSpec) -> Options:
     """Return the options of srun that the job does not have.
 
     The job is the same with `owns_ranks`: then the step's tasks are fewer, with the cores of all ranks of their nodes.
+    Spares are nodes of the job, and not of the step.
     """
     resources, options = job.resources, Options()
+    if job.num_spares:
+        options |= {"nodes": str(resources.nodes), "ntasks": str(resources.world_size)}
     if job.entry and job.entry.owns_ranks:
         options |= {"ntasks": str(resources.nodes), "ntasks_per_node": "1"}
         if resources.cpus_per_task:
@@ -564,17 +569,23 @@ def plan_slurm_placement(job: JobSpec, *, gpus: bool, whole_nodes: bool) -> Plac
     `gpus`: the job asks for GPUs. `whole_nodes`: it has all cores of its nodes.
     Raises: PreflightError: the spec asks for nccl and for no GPUs.
     """
-    per_node = job.resources.ranks_per_node
+    per_node, num_nodes = job.resources.ranks_per_node, job.resources.nodes
     gpus = gpus and job.device != "cpu"
     nodes = tuple(
         Node(
             node_rank=node_rank,
             host=f"(node {node_rank} of the job)",
-            ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)),
+            ranks=tuple(range(node_rank * per_node, (node_rank + 1) * per_node)) if node_rank < num_nodes else (),
+            spare=0 if node_rank < num_nodes else per_node,
         )
-        for node_rank in range(job.resources.nodes)
+        for node_rank in range(num_nodes + job.num_spares)
     )
     notes = []
+    if job.elastic:
+        least = job.elastic.min_nodes or num_nodes
+        asks, left = format_count(num_nodes + job.num_spares, "node"), "1 is" if least == 1 else f"{least} are"
+        after = f"when one is lost, but not the first, the next attempt begins in the same job if {left} left"
+        notes.append(f"elastic: the job asks for {asks}; {after}")
     if job.device == "auto" and not gpus and job.resources.gpus_per_node is None:
         notes.append("resources.gpus_per_node is not set: the job asks for no GPU, its ranks compute on the CPU")
     if job.resources.cpus_per_task is None:

@@ -186,7 +186,8 @@ class Elastic(Section):
     )
     spares: Annotated[int, BeforeValidator(fields.read_int)] = key(
         0,
-        "Nodes more than resources.nodes that wait for a lost one to replace; over SSH the last of ssh.hosts.",
+        "Nodes more than resources.nodes that wait for a lost one to replace; over SSH the last of ssh.hosts, on Slurm "
+        "nodes of the job.",
         ge=0,
         le=MAX_HOSTS,
     )
@@ -203,8 +204,12 @@ def elastic_conflicts(job: JobSpec) -> Iterator[Conflict]:
         )
     if not job.restarts:
         yield Conflict(("elastic", "restarts"), "a lost node uses up a restart, and restarts is 0", "restarts: 20")
-    if job.launcher == "slurm":
-        yield Conflict(("elastic", "launcher"), "is for launcher ssh and local; on Slurm slurm.requeue starts again")
+    if elastic.spares and job.slurm.get("gpus"):
+        yield Conflict(
+            ("elastic.spares", "slurm.gpus"),
+            "it counts the GPUs of all nodes, and does not say how many are a spare's",
+            "resources.gpus_per_node",
+        )
     if job.entry is not None and (job.entry.owns_ranks or job.entry.batch_script):
         yield Conflict(("elastic", "entry"), "is for ranks that clusterddp starts, and this program starts its own")
 

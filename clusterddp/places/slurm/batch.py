@@ -1,8 +1,9 @@
 """`python -m clusterddp.places.slurm.batch RUN_DIR`: the batch script of a Slurm job, on its first node.
 
 It claims an attempt, runs srun, which starts one task per rank, records the end if no other process could, and has the
-job started again if the run continues: it requeues the job, or submits a follow-up job. When its own host is lost,
-Slurm requeues the job by itself (`--requeue`). It decides nothing about the ranks.
+job started again if the run continues: it requeues the job, or submits a follow-up job. With `elastic`, and in a hold,
+it first begins the next attempt in the same job, as another step. When its own host is lost, Slurm requeues the job by
+itself (`--requeue`). It decides nothing about the ranks.
 
 Slurm's SIGTERM (a cancel, a requeue, a preemption, the time limit) reaches the tasks as well, which handle it. This
 process ignores it until srun exits or Slurm's KillWait is over. SIGUSR2, which `scancel --batch` sends to this process
@@ -25,11 +26,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from clusterddp.errors import ClusterddpError, RunCancelledError, SlurmError
-from clusterddp.places.slurm.commands import END_TIME, read_time_left_s, run_slurm, show_job
+from clusterddp.network.hostlist import expand
+from clusterddp.places.slurm.commands import END_TIME, down_nodes, read_time_left_s, run_slurm, show_job
 from clusterddp.places.slurm.state import find_job
+from clusterddp.places.slurm.step_nodes import StepNodes, give_back
 from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment
 from clusterddp.run.attempts import (
     AttemptEnd,
@@ -64,9 +67,6 @@ from clusterddp.system.files import (
 )
 from clusterddp.system.own_directory import demand_own
 from clusterddp.system.storage import retry_outage, set_storage_timeout, storage_timeout_s
-
-if TYPE_CHECKING:
-    from clusterddp.planning.slurm import SlurmPlan
 
 _END_TIMEOUT_S = 3.0
 """How long to look for the recorded end after srun has exited: the tasks exit only after it, but NFS may lag."""
@@ -175,6 +175,8 @@ def carry(carried: Carried, signals: Signals) -> int:
         host=start.host,
         attempt=attempt.number,
     )
+    if carried.change:
+        log_event(run, "nodes_changed", attempt=attempt.number, text=carried.change)
     log = run.launcher_dir / "tasks.log"
     log_size_before = log.stat().st_size if log.exists() else 0
     srun_end = None if signals.ended else _run_srun(carried, attempt, log)
@@ -188,25 +190,50 @@ def carry(carried: Carried, signals: Signals) -> int:
         end_processes(f"{carried.record.token}.", timeout_s=5.0)
         end = _explain(carried, srun_end, read_last_bytes(log, start=log_size_before).decode(errors="replace"), signals)
         end_run(run, end, attempt=attempt, token=carried.record.token)
-    last = read_end(retry_outage(run.newest_attempt)) if carried.record.in_hold else None
+    last = read_end(retry_outage(run.newest_attempt))
     if last is not None and last.will_restart:
-        if last.outcome == "FAILED" and _job_goes_on(carried, signals):
-            return carry(carried, signals)
-        reason = f"{last.reason}; its hold ends"
-        end_run(run, dataclasses.replace(last, reason=reason, will_restart=False, needs_job=False, ended=0.0))
+        if (again := _again_in_job(carried, last, signals)) is not None:
+            signals.listen()
+            return carry(again, signals)
+        if carried.record.in_hold:
+            reason = f"{last.reason}; its hold ends"
+            end_run(run, dataclasses.replace(last, reason=reason, will_restart=False, needs_job=False, ended=0.0))
     return _conclude(carried, attempt)
 
 
-def _job_goes_on(carried: Carried, signals: Signals) -> bool:
-    job = None
-    with contextlib.suppress(SlurmError):
-        job = show_job(carried.start.job_id, carried.environment)
-    return not signals.ended and job is not None and not job.ends
+def _again_in_job(carried: Carried, last: AttemptEnd, signals: Signals) -> Carried | None:
+    """Return the run as its next attempt begins in the same job; None: it does not, or too few nodes are left there."""
+    nodes, start, environ = carried.nodes, carried.start, carried.environment
+    if last.outcome != "FAILED" or signals.ended or (nodes is None and not carried.record.in_hold):
+        return None
+    try:
+        job = show_job(start.job_id, environ)
+        if job is None or job.ends or job.preempted or job.restarts > start.restart_count:
+            return None
+        if nodes is None:
+            return carried
+        learn(carried.run)
+        cause = last.root_cause
+        why = dict.fromkeys(down_nodes(environ), "Slurm finds it down")
+        if cause is not None and cause.of_node:
+            what = cause.error.partition("; its rank")[0]
+            why[cause.host] = what.partition(" is lost: ")[2] or what
+        why = {host: text for host, text in why.items() if host in nodes.hosts}
+        left = nodes.without(why, carried.record.cluster or "")
+        if start.host in why or len(left.hosts) < nodes.min_nodes:
+            return None
+        if why:
+            give_back(start.job_id, left.hosts, environ)
+    except (ClusterddpError, OSError) as error:
+        print(error, file=sys.stderr, flush=True)
+        return None
+    return dataclasses.replace(carried, nodes=left, change=left.explain(nodes.taken, why))
 
 
 def _run_srun(carried: Carried, attempt: AttemptDir, log: Path) -> str:
     """Run srun until it exits; return a text that says how it ended."""
-    argv = [*carried.srun, str(attempt.number)]
+    srun = carried.srun if carried.nodes is None else carried.nodes.step(carried.srun)
+    argv = [*srun, str(attempt.number)]
     try:
         with open_log(log) as output:
             process = subprocess.Popen(
@@ -368,7 +395,7 @@ def _try(carried: Carried, attempt: AttemptDir) -> str:
         return "the same job, requeued"
     if job is None:
         return _follow_up(carried, attempt, "Slurm no longer knows the job")
-    others = _without_marked(carried)  # before: Slurm ends this process soon after
+    changes, left_out = _next_request(carried)  # before: Slurm ends this process soon after
     try:
         run_slurm(["scontrol", "requeue", start.job_id], environ=environ)
     except SlurmError as error:
@@ -376,27 +403,33 @@ def _try(carried: Carried, attempt: AttemptDir) -> str:
             raise SlurmError(error.message, transient=True) from error
         return _follow_up(carried, attempt, error.message)
     log_event(carried.run, "requeued", attempt=attempt.number, job_id=start.job_id)
-    if others is not None:
-        _exclude(carried, attempt.number + 1, others)
+    if changes and _update(carried, changes) and left_out:
+        log_event(carried.run, "left_out", attempt=attempt.number + 1, text=left_out)
     return "the same job, requeued"
 
 
-def _without_marked(carried: Carried) -> SlurmPlan | None:
-    """Return the job without the nodes that are marked by now; None: there are none."""
-    from clusterddp.places.slurm.nodes import leave_out
+def _next_request(carried: Carried) -> tuple[dict[str, str], str]:
+    """Return what the next start of the job is to ask for, as scontrol has it, and which marked nodes it leaves out."""
+    from clusterddp.places.slurm.nodes import count_usable, leave_out
     from clusterddp.planning.plan import read_plan
 
-    plan = read_plan(carried.run, in_job=True).slurm
-    plan = leave_out(plan, carried.environment) if plan is not None else None
-    return plan if plan is not None and plan.left_out else None
+    plan, nodes, environ = read_plan(carried.run, in_job=True).slurm, carried.nodes, carried.environment
+    assert plan is not None
+    plan = leave_out(plan, environ, least=None if nodes is None else nodes.min_nodes)
+    changes = {"ExcNodeList": str(plan.submit_options["exclude"])} if plan.left_out else {}
+    if nodes is not None:
+        with contextlib.suppress(SlurmError):  # it then asks for what it asked for before
+            changes |= nodes.request(count_usable(plan, environ), int(plan.option("cpus_per_task") or 1))
+    return changes, "; ".join(plan.left_out.values())
 
 
-def _exclude(carried: Carried, number: int, plan: SlurmPlan) -> None:
-    """Have Slurm start the job, which it has just queued again, for this attempt, on other nodes.
+def _update(carried: Carried, changes: Mapping[str, str]) -> bool:
+    """Have Slurm start the job, which it has just queued again, on other nodes; False: it refuses.
 
     Slurm changes the nodes of a waiting job only, and answers so until it has ended the job's steps.
     """
-    argv = ["scontrol", "update", f"JobId={carried.start.job_id}", f"ExcNodeList={plan.submit_options['exclude']}"]
+    argv = ["scontrol", "update", f"JobId={carried.start.job_id}"]
+    argv += [f"{name}={value}" for name, value in changes.items()]
     for pause_s in _UPDATE_PAUSES_S:
         time.sleep(pause_s)
         try:
@@ -404,8 +437,8 @@ def _exclude(carried: Carried, number: int, plan: SlurmPlan) -> None:
         except SlurmError as error:
             print(error.message, file=sys.stderr, flush=True)
         else:
-            log_event(carried.run, "left_out", attempt=number, text="; ".join(plan.left_out.values()))
-            return
+            return True
+    return False
 
 
 def _follow_up(carried: Carried, attempt: AttemptDir, why: str) -> str:
@@ -485,6 +518,10 @@ class Carried:
     """argv without its last word, the number of the attempt."""
     environment: Mapping[str, str] = field(repr=False)
     """For srun, the tasks and a follow-up job: the submitting shell's variables, the secrets, this job's variables."""
+    nodes: StepNodes | None = None
+    """Of the next attempt, with `elastic`; None: an attempt has all nodes of the job."""
+    change: str = ""
+    """Why these are others than before; empty: they are the same."""
 
     def may_begin(self, attempt: int) -> bool:
         """Say whether `restarts` allows this attempt; it limits all further attempts, whatever their cause."""
@@ -517,6 +554,10 @@ def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Ca
     environment = job_environment(run, environ, record.token)
     if plan["slurm"].get("container"):
         environment = job_end(start.job_id, environment) | environment
+    nodes = None
+    if plan["gang"].get("min_nodes") is not None:
+        hosts = sorted(expand(environ["SLURM_JOB_NODELIST"]), key=lambda host: host != start.host)
+        nodes = StepNodes.of_gang(plan["gang"], hosts, record.cluster or "")
     return Carried(
         run=run,
         record=record,
@@ -524,6 +565,8 @@ def read_carried(run: RunDir, start: JobStart, environ: Mapping[str, str]) -> Ca
         restarts=int(plan["gang"]["restarts"]),
         srun=tuple(plan["slurm"]["srun"]),
         environment=environment,
+        nodes=nodes,
+        change=nodes.explain((), {}) if nodes is not None else "",
     )
 
 

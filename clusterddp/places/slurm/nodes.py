@@ -39,10 +39,11 @@ def read_nodes(plan: SlurmPlan, environ: Mapping[str, str]) -> dict[str, tuple[s
     }
 
 
-def leave_out(plan: SlurmPlan, environ: Mapping[str, str]) -> SlurmPlan:
+def leave_out(plan: SlurmPlan, environ: Mapping[str, str], *, least: int | None = None) -> SlurmPlan:
     """Return the job without the nodes that are marked, as far as its partition has enough others.
 
-    A failed node goes before a slow one. Where Slurm does not answer, none is left out.
+    `least`: how many are enough, if not as many as the job asks for. A failed node goes before a slow one. Where Slurm
+    does not answer, none is left out.
     """
     left_out: dict[str, str] = {}
     marks = read_marks("slurm", plan.option("clusters"))
@@ -53,7 +54,7 @@ def leave_out(plan: SlurmPlan, environ: Mapping[str, str]) -> SlurmPlan:
         return dataclasses.replace(plan, left_out={})
     usable = {name for name, (state, _) in nodes.items() if is_usable(state)} - own
     asked = re.findall(r"\d+", plan.option("nodes"))
-    spare = len(usable) - (int(asked[-1]) if asked else 1)
+    spare = len(usable) - (least or (int(asked[-1]) if asked else 1))
     for mark in sorted(marks, key=lambda mark: mark.since - mark.until):
         if mark.node in nodes and mark.node not in wanted | own:
             spare -= mark.node in usable
@@ -61,6 +62,12 @@ def leave_out(plan: SlurmPlan, environ: Mapping[str, str]) -> SlurmPlan:
                 break
             left_out[mark.node] = mark.spell()
     return dataclasses.replace(plan, left_out=left_out)
+
+
+def count_usable(plan: SlurmPlan, environ: Mapping[str, str]) -> int:
+    """Count the nodes that a job may get, now or later. Raises: SlurmError: Slurm does not answer."""
+    out = {*_expand(plan.option("exclude")), *plan.left_out}
+    return sum(is_usable(state) and name not in out for name, (state, _) in read_nodes(plan, environ).items())
 
 
 def notes_on_nodes(plan: SlurmPlan, environ: Mapping[str, str]) -> tuple[str, ...]:

@@ -109,7 +109,9 @@ class Task:
     def read_gang(self) -> dict[str, Any]:
         """Read the gang from the plan, as JSON without its nodes. Raises: ClusterddpError: srun has other tasks."""
         gang: dict[str, Any] = read_plan_file(self._run.plan)["gang"]
-        planned = sum(len(node["ranks"]) for node in gang["nodes"])
+        sizes = [len(node["ranks"]) for node in gang["nodes"] if node["ranks"]]  # the others are spares
+        least = gang.get("min_nodes")
+        planned = sum(sizes if least is None else sizes[: max(least, len(self._place.ranks))])
         if planned != self._place.world_size:
             raise ClusterddpError(f"the plan has {planned} ranks, srun has started {self._place.world_size} tasks")
         return gang
@@ -337,7 +339,8 @@ def order_supervisor(
     from clusterddp.run.supervisors import JobOrder, SupervisorOrder
 
     record = read_plan_file(run.record)
-    whole = Gang.from_json(gang | {"nodes": place.nodes})
+    # The batch process chooses the nodes of an attempt, and the loss of one ends its step.
+    whole = Gang.from_json(gang | {"nodes": place.nodes, "min_nodes": None})
     if whole.threads_per_rank is None:
         cores = int(os.environ.get("SLURM_CPUS_ON_NODE", "1"))
         threads = max(1, cores // len(whole.carried_by(place.ranks[place.node_rank])))

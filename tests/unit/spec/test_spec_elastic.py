@@ -43,8 +43,8 @@ def test_without_a_number_of_nodes_all_hosts_but_the_spares_are_nodes() -> None:
             "a lost node uses up a restart, and restarts is 0",
         ),
         (
-            "name: x\nlauncher: slurm\nrestarts: 3\nelastic: {spares: 1}\n",
-            "is for launcher ssh and local; on Slurm slurm.requeue starts again",
+            "name: x\nlauncher: slurm\nrestarts: 3\nresources: {nodes: 2}\nslurm: {gpus: 4}\nelastic: {spares: 1}\n",
+            "it counts the GPUs of all nodes, and does not say how many are a spare's",
         ),
         (
             HOSTS + "elastic: {spares: 1}\nentry: {command: torchrun train.py, owns_ranks: true}\n",
