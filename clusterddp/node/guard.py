@@ -50,10 +50,11 @@ class Facts(Written):
     order: SupervisorOrder
     supervisor_pid: int
     attempt: int
+    is_head: bool
     started: bool = False
     """True once ranks of the attempt were ordered to start."""
     restarts_left: bool = False
-    """In a batch job: another start of it may begin another attempt."""
+    """Another start of the batch job, or over SSH another node, may begin another attempt."""
 
     @property
     def attempt_dir(self) -> AttemptDir:
@@ -68,7 +69,13 @@ class Guard:
     ) -> None:
         """`keep`: descriptors that the guard inherits and holds until it ends."""
         restarts_left = order.job is not None and order.restarts_left_after(order.attempt)
-        self.facts = Facts(order=order, supervisor_pid=os.getpid(), attempt=order.attempt, restarts_left=restarts_left)
+        self.facts = Facts(
+            order=order,
+            supervisor_pid=os.getpid(),
+            attempt=order.attempt,
+            is_head=order.is_head,
+            restarts_left=restarts_left,
+        )
         self.pid = 0
         self._environment = dict(environment) | {COOKIE: cookie(order.gang.token, f"g{order.node_rank}")}
         self._log = log
@@ -156,7 +163,7 @@ def clean_up(facts: Facts, what_happened: str) -> None:
                 error = "ended with its supervisor"
                 end = RankEnd(rank=record.rank, host=record.host, exit_code=137, signal="SIGKILL", error=error)
                 write_rank(facts.attempt_dir, record.at_end(end))
-    if not order.is_head:
+    if not facts.is_head:
         return
     if len(gang.nodes) > 1:
         everywhere = rank_cookies(token, *(node.node_rank for node in gang.nodes))
@@ -169,7 +176,8 @@ def clean_up(facts: Facts, what_happened: str) -> None:
         error = f"{cause.error}; processes {', '.join(map(str, left))} could not be killed"
         cause = dataclasses.replace(cause, error=error)
     goes_on = facts.restarts_left and not is_file(order.run.cancel_file)
-    close_attempt(facts.attempt_dir, failed_by(cause, goes_on=goes_on), token)
+    ended = dataclasses.replace(failed_by(cause, goes_on=goes_on), needs_job=goes_on and order.job is not None)
+    close_attempt(facts.attempt_dir, ended, token)
 
 
 if __name__ == "__main__":

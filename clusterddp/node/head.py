@@ -1,4 +1,7 @@
-"""The head: node 0's supervisor decides for the whole gang. It takes reports, sends orders, and records attempts."""
+"""The head: one supervisor decides for the whole gang. It takes reports, sends orders, and records attempts.
+
+It is node 0's at first; over SSH another node's takes its place where an elastic run loses it (term.py).
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, NamedTuple, Protocol
 
 from clusterddp.errors import ClusterddpError
 from clusterddp.network.interface import is_cut_off
@@ -26,6 +29,7 @@ from clusterddp.node.log import log, log_end, log_line
 from clusterddp.node.preflight import Preflight
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import Rendezvous
+from clusterddp.node.term import Term, Terms, Voter
 from clusterddp.node.usage_watch import UsageWatch
 from clusterddp.ranks.environment import RENDEZVOUS_FILE, STOP_FILE, rank_cookies, spell_ranks
 from clusterddp.run.attempts import AttemptEnd, EndRecord, loss_of_nodes, make_attempt, spell_exit
@@ -45,6 +49,8 @@ _NOTE_WAIT_S = 60.0
 """After so long a start that waits for nodes names them."""
 _SETTLE_S = 10.0
 """How long a node must have been there, and the ranks must have run, before they are asked to stop for its sake."""
+CUT_OFF_S = 24 * 3600.0
+"""How long a node that is cut off waits for the others, which may go on without it."""
 _MAX_FILES, _MAX_BYTES = 5000, 100_000_000
 """Of the code of a program, which `may_look_for_file` reads."""
 
@@ -82,6 +88,16 @@ class Intent:
         return False
 
 
+class LostHead(NamedTuple):
+    """The loss of a head whose place another node takes."""
+
+    loss: Loss
+    end: AttemptEnd
+    """How its last attempt has ended with it."""
+    timeout_s: float
+    """How long others are waited for, or another head that decides."""
+
+
 class JobWatch(Protocol):
     """Watches one start of the batch job that a run is in; a place with jobs hands it to the head."""
 
@@ -107,6 +123,10 @@ class Head:
         run: RunDir,
         gang: Gang,
         *,
+        own: int = 0,
+        terms: Terms,
+        fails_over: bool = False,
+        before: LostHead | None = None,
         first_attempt: int,
         first_restart: int = 0,
         rendezvous_seed: str,
@@ -116,7 +136,10 @@ class Head:
         send: Callable[[int, Message], None],
         now: float,
     ) -> None:
-        """`send` sends a node an order, by its node rank."""
+        """`send` sends a node an order, by its node rank. `own`: this one; `terms`: those that it knows.
+
+        `fails_over`: another node may become the head. `before`: the head whose place this one takes.
+        """
         self.exit_code: int | None = None
         """Set when the run is over and recorded, or cannot be recorded."""
         self.node_is_down = False
@@ -125,6 +148,10 @@ class Head:
         """Nodes whose links are to be given up, and why; the uplink takes them out."""
         self._run = run
         self._gang = gang
+        self._own = gang.node(own)
+        self._terms = terms
+        self._fails_over = fails_over
+        self._before = before
         self._members = gang if gang.min_nodes is None else gang.of_nodes(node.node_rank for node in gang.members)
         """The gang of the attempt: the nodes that take part in it, with their ranks there."""
         self._guard = guard
@@ -134,17 +161,20 @@ class Head:
         self._restarts = Restarts(
             gang, first_attempt=first_attempt, first_restart=first_restart, in_job=job is not None
         )
-        self.nodes = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now)
+        timeout_s = gang.start_timeout_s if before is None else before.timeout_s
+        self.nodes = JoinedNodes(gang, timeout_s=timeout_s, now=now, own=own)
+        if before is not None:
+            self.nodes.take_over(terms.newest, str(before.loss), now)
         self._preflight = Preflight(gang, send)
         self._rendezvous = Rendezvous(gang, rendezvous_seed)
-        self._interface = gang.nodes[0].interface or gang.interface
+        self._interface = self._own.interface or gang.interface
         """This host's; in a batch job known when its ranks have started."""
         self._attempt: Attempt
         self._start: StartRecord
         self._copies: CopyWatch | None = None
         """On storage that all nodes share, as in a batch job, no copies are made."""
         if job is None and len({node.host for node in gang.nodes}) > 1:
-            self._copies = CopyWatch(run, gang, gang.nodes[0].node_rank, send)
+            self._copies = CopyWatch(run, gang, own, send)
         self._ending: Ending | None
         """Set while the gang is being ended."""
         self._record: EndRecord | None = None
@@ -166,13 +196,24 @@ class Head:
     def changes_fast(self) -> bool:
         return self._attempt.settling or self._ending is not None
 
+    @property
+    def decides(self) -> bool:
+        """True while this head reaches enough of the nodes to begin an attempt."""
+        return self._terms.suffice(self.nodes.present)
+
+    @property
+    def seeks(self) -> bool:
+        """True while this head can only wait, and another one may be there that decides."""
+        idle = self._attempt.begun is None and self._ending is None and self._record is None
+        return idle and self.exit_code is None and not self.decides
+
     def on_report(self, node_rank: int, report: Message, now: float) -> None:
         """Act on the report of a node."""
         node = self._gang.node(node_rank)
         kind = report["kind"]
         if kind == "join":
             self._join(node, report, now)
-        elif kind in {"missing", "started", "transport", "preflight"}:
+        elif kind in {"missing", "started", "transport", "preflight", "answered"}:
             self._on_facts(node, report)
         elif kind in {"silent", "stack", "stacks_done", "usage", "sending", "copied"}:
             self._watch_of(kind).on_report(node_rank, report, now)
@@ -201,12 +242,14 @@ class Head:
         if report["kind"] == "parent_gone":
             return self._loss_of_parent(node, report)
         end = end_of(report)
-        goes_on = self._gang.min_nodes is not None and self._attempt.begun is not None and node.node_rank != 0
+        goes_on = self._gang.min_nodes is not None and self._attempt.begun is not None and node != self._own
         return dataclasses.replace(end, restart="here") if goes_on else end
 
     def _on_facts(self, node: Node, report: Message) -> None:
         if report["kind"] == "missing":
             self.nodes.expect(node.node_rank, report)
+        elif report["kind"] == "answered":
+            self._terms.on_answer(node.node_rank, int(report["number"]))
         elif report["kind"] == "preflight":
             self._preflight.on_report(node.node_rank, report)
         elif report["kind"] == "transport":
@@ -214,7 +257,7 @@ class Head:
             log(self._run, "nccl_transport", **where, **facts_of(report))
         else:
             self._start.nodes[node.node_rank] = facts_of(report)
-            if node.node_rank == 0:
+            if node == self._own:
                 self._interface = report["interface"]
 
     def on_loss(self, node_rank: int, why: Loss, now: float, *, silent_s: float = 0.0) -> None:
@@ -248,7 +291,7 @@ class Head:
             self._await_record(self._record, now)
         elif self._ending is not None:
             if self._ending.is_over(now, waits=self._job is not None and self._job.undecided):
-                if self._gang.min_nodes is not None and (silent := self._ending.unconfirmed - {0}):
+                if self._gang.min_nodes is not None and (silent := self._ending.unconfirmed - {self._own.node_rank}):
                     loss = Loss("no_answer", "it has not ended its ranks in time")
                     self.gives_up |= dict.fromkeys(silent, loss)
                     self._ending.unconfirmed -= silent
@@ -261,7 +304,7 @@ class Head:
 
     def _go_on(self, attempt: Attempt, now: float) -> None:
         """Do what is due while the gang starts or runs."""
-        if ready := self.nodes.choose(now) is not None and self._preflight.is_over(now):
+        if ready := self._choose(now) is not None and self._preflight.is_over(now):
             self._mark_nodes(attempt, now)
         if attempt.begun is None and not attempt.is_over(now):
             self._await_nodes(attempt, now, ready=ready)
@@ -275,6 +318,7 @@ class Head:
             self._look_for_hang(attempt, present, now)
             self._usage.tick(present, attempt.begun, now)
             self._look_for_nodes(attempt, attempt.begun, now)
+            self._keep_term(attempt, now)
             if self._copies is not None:
                 self._copies.tick(self.nodes.present, now)
         if attempt.is_over(now):
@@ -284,16 +328,41 @@ class Head:
 
     def _await_nodes(self, attempt: Attempt, now: float, *, ready: bool) -> None:
         """Start the ranks once the nodes are `ready`, and the newest checkpoint is on the first of them."""
-        chosen = self.nodes.choose(now)
+        chosen = self._choose(now)
         if chosen is not None and ready:
-            if self._copies is None or not self._copies.fetches(now):
+            if not (self._copies and self._copies.fetches(now)) and not self._waits_for_term(attempt, chosen):
                 self._take_part(chosen)
                 self._begin(now)
         elif chosen is None and (failure := self.nodes.overdue(now)) is not None:
-            self._fail(failure, now)
+            total = len(self._terms.newest.voters)
+            few = (
+                "" if self.decides or total == 1 else f"; of {total} nodes only more than half go on without the others"
+            )
+            self._fail(dataclasses.replace(failure, error=failure.error + few), now)
         attempt.missing = self.nodes.missing()[0]
         if waited := self.nodes.note_wait(now):
             log(self._run, "start_waits", attempt=attempt.number, text=f"{attempt.missing} {waited}")
+
+    def _choose(self, now: float, *, since: float = math.inf) -> tuple[int, ...] | None:
+        """Choose the nodes of the next attempt, see `JoinedNodes.choose`; None also while this head may not decide."""
+        return self.nodes.choose(now, since=since) if self.decides else None
+
+    def _waits_for_term(self, attempt: Attempt, members: Iterable[int]) -> bool:
+        """Return whether nodes have yet to answer who decides now."""
+        if not self._fails_over:
+            return False
+        voters = [self.nodes.voters[node_rank] for node_rank in sorted(self.nodes.present)]
+        return self._terms.wait(attempt.number, self._restarts.before(attempt), members, voters, self._send)
+
+    def _keep_term(self, attempt: Attempt, now: float) -> None:
+        """End the ranks when too few nodes are there: the others may go on. Else count those that are there."""
+        if self.decides:
+            self._waits_for_term(attempt, [node.node_rank for node in self._members.nodes])
+        elif not attempt.settling:
+            here, total = self._own, len(self._terms.newest.voters)
+            error = f"node {here.node_rank} on {here.host} reaches {len(self.nodes.present) - 1} of {total - 1} nodes"
+            why = "; ".join(self.nodes.lost.values())
+            self._attempt.fail(RankEnd(rank=None, host=here.host, error=f"{error} ({why})", restart="here"), now)
 
     def _take_part(self, chosen: tuple[int, ...]) -> None:
         """Let these nodes take part in the attempt, and log what differs from the one before."""
@@ -310,7 +379,7 @@ class Head:
         """Ask for a stop at a checkpoint once more nodes could take part than do."""
         if self._gang.min_nodes is None or attempt.stop_reason is not None or now < begun + _SETTLE_S:
             return
-        chosen = self.nodes.choose(now, since=now - _SETTLE_S)
+        chosen = self._choose(now, since=now - _SETTLE_S)
         asks = attempt.asks or is_file(self._run.attempt(attempt.number).asked)
         if chosen is None or len(chosen) <= len(self._members.nodes) or not (self._start.written and asks):
             return
@@ -332,7 +401,7 @@ class Head:
         for found in self._preflight.take():
             host = self._gang.node(found.node_rank).host
             log(self._run, "node_marked", attempt=attempt.number, host=host, why=found.why, failed=found.failed)
-            if found.failed and self._gang.min_nodes is not None and found.node_rank != 0:
+            if found.failed and self._gang.min_nodes is not None and found.node_rank != self._own.node_rank:
                 self.nodes.leave_out(found.node_rank, f"its preflight failed: {found.why}")
             elif found.failed:
                 error = f"the preflight of node {found.node_rank} on {host} failed: {found.why}"
@@ -344,6 +413,12 @@ class Head:
             self._preflight.expect(node.node_rank, now)
         if self._copies is not None:
             self._copies.on_join(node.node_rank, report)
+        if self._fails_over and "terms" in report:
+            self._terms.learn(report["terms"])
+            self._send(node.node_rank, {"kind": "terms", "terms": self._terms.written()})
+            number = self._terms.next_attempt(self._attempt.number)
+            if number != self._attempt.number and self._attempt.begun is None:
+                self._set_attempt(number)
         if self.exit_code is not None:
             self._finish(self.exit_code)
 
@@ -363,15 +438,24 @@ class Head:
         return loss_of_nodes(self._gang, self._members.nodes, what, attempt=attempt, place=place, whose="")
 
     def _begin(self, now: float) -> None:
-        attempt, gang = self._attempt, self._members
+        attempt, gang, run = self._attempt, self._members, self._run
         try:
-            demand_own(self._run.path)
+            demand_own(run.path)
             self._rendezvous.open(attempt.number, self.nodes.reached)
         except ClusterddpError as error:
             self._fail(RankEnd(rank=None, host=gang.nodes[0].host, error=error.message), now)
             return
         attempt.begun = now
-        self._guard.update(started=True)
+        if self._before is not None:
+            # The last one of the head that was lost.
+            record, self._before = EndRecord(run.attempt(attempt.number - 1), self._before.end, gang.token), None
+            if record.step(now) and record.is_first:
+                log_end(run, attempt.number - 1, record.end)
+        changes: dict[str, Any] = {"attempt": attempt.number, "started": True, "is_head": True}
+        if self._fails_over:
+            others_suffice = self._terms.suffice(self.nodes.present - {self._own.node_rank})
+            changes["restarts_left"] = others_suffice and self._restarts.before(attempt) < gang.restarts
+        self._guard.update(**changes)
         log(self._run, "attempt_started", attempt=attempt.number, master_port=self._rendezvous.port)
         if facts := self._preflight.facts():
             log(self._run, "preflight", attempt=attempt.number, nodes=facts)
@@ -388,7 +472,7 @@ class Head:
             self._helpers.on_event("start", self._attempt.number, f"{self._gang.num_ranks} ranks run")
         if error is not None:
             log_line(f"the start could not be recorded: {error}")
-            self._fail(RankEnd(rank=0, host=self._gang.nodes[0].host, error=error), now)
+            self._fail(RankEnd(rank=0, host=self._own.host, error=error), now)
 
     def _on_request(self, report: Message, now: float) -> None:
         """Act on a request to cancel the run, or to stop it at a checkpoint."""
@@ -458,15 +542,15 @@ class Head:
         attempt.meets = self._usage.meets
         end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
         restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
-        cancelled = is_file(self._run.cancel_file)
-        if cancelled or (restart == "here" and not make_next_attempt(self._run, attempt.number + 1)):
+        cancelled, number = is_file(self._run.cancel_file), self._next_number()
+        if cancelled or (restart == "here" and not make_next_attempt(self._run, number)):
             restart = "none"
         if restart != "none":
             end = dataclasses.replace(end, will_restart=True, needs_job=restart == "another job")
         if restart == "here":
             self._restarts.uncounted += attempt.regroups and end.outcome == "STOPPED"
             restarts_left = self._job is not None and self._restarts.before(attempt) + 1 < self._gang.restarts
-            self._guard.update(attempt=attempt.number + 1, started=False, restarts_left=restarts_left)
+            self._guard.update(attempt=number, started=False, restarts_left=restarts_left)
         self._record = EndRecord(self._run.attempt(attempt.number), end, self._gang.token)
         self._await_record(self._record, now)
 
@@ -481,10 +565,14 @@ class Head:
         self._helpers.on_end(number, end)
         self._rendezvous.close()
         if end.will_restart and not end.needs_job:
-            self._set_attempt(number + 1)
-            self.nodes.wait_anew(now)
+            self._set_attempt(self._next_number())
+            cut_off = not self.decides and is_cut_off(self._interface)
+            self.nodes.wait_anew(now, CUT_OFF_S if cut_off else self._gang.start_timeout_s)
         else:
             self._finish(self._exit_code(end))
+
+    def _next_number(self) -> int:
+        return self._terms.next_attempt(self._attempt.number + 1)
 
     def _exit_code(self, end: AttemptEnd) -> int:
         """Return 1 for a failure; of the program of a batch script the first failure's own, which its launcher gets.
@@ -571,18 +659,22 @@ def make_next_attempt(run: RunDir, number: int) -> bool:
 class JoinedNodes:
     """The nodes of a gang whose supervisors have joined the head."""
 
-    def __init__(self, gang: Gang, *, timeout_s: float, now: float) -> None:
+    def __init__(self, gang: Gang, *, timeout_s: float, now: float, own: int = 0) -> None:
+        """`own`: the head's node."""
         self.pids: dict[int, int] = {}
         """Of the supervisors that have joined, by node rank."""
         self.lost: dict[int, str] = {}
         """Why, by node rank."""
         self.reached: dict[int, str] = {}
         """The address at which each other node has reached the head."""
+        self.voters: dict[int, Voter] = {}
+        """Where the supervisors listen, by node rank."""
         self._links: dict[int, dict[str, int]] = {}
         """The links that nodes have reported, by node rank; see `report_links`."""
         self.given_up = False
         """True once nodes or tasks are missing, and the time is up."""
         self._gang = gang
+        self._own = gang.node(own)
         self._joined: dict[int, float] = {}
         """When each node that is there has joined, by node rank."""
         self._taken = tuple(node.node_rank for node in gang.members)
@@ -591,7 +683,9 @@ class JoinedNodes:
         """Why nodes were lost since it began."""
         self._left_out: set[int] = set()
         self._timeout_s = timeout_s
-        self._until = now + timeout_s
+        self._until = self._settled = now + timeout_s
+        """When the time is up; and when nodes that have not joined yet are waited for no longer."""
+        self._gone = False
         self._note_s = min(_NOTE_WAIT_S, timeout_s / 2)
         self._note_at = now + self._note_s
         self._unready: dict[int, tuple[int, ...]] = {}
@@ -615,10 +709,22 @@ class JoinedNodes:
         self._joined[node.node_rank] = now
         pid = self.pids[node.node_rank] = int(report["pid"])
         self.expect(node.node_rank, report)
+        if "address" in report:
+            self.voters[node.node_rank] = (node.node_rank, str(report["address"]), int(report["port"]))
         self._links[node.node_rank] = dict(report.get("links", {}))
         if "reached" in report:
             self.reached[node.node_rank] = str(report["reached"])
         log_line(f"node {node.node_rank} on {node.host} has joined (supervisor {pid})")
+
+    def take_over(self, term: Term, why: str, now: float) -> None:
+        """Count the nodes as they were in the last term of a head that is lost; `why`: a sentence about that."""
+        self._taken = term.members
+        self._losses[term.head] = why
+        self.lost |= {
+            node.node_rank: why for node in self._gang.nodes if node.node_rank not in term.nodes - {term.head}
+        }
+        self.lost.pop(self._own.node_rank, None)
+        self._settled = now + self._gang.host_silence_s
 
     def expect(self, node_rank: int, report: Message) -> None:
         """Note which ranks of a node cannot be started yet, and whether its setup lines still run."""
@@ -634,9 +740,9 @@ class JoinedNodes:
         self.lost[node_rank] = self._losses[node_rank] = str(why)
         self._joined.pop(node_rank, None)
         self.expect(node_rank, {})
-        node, own = self._gang.node(node_rank), self._gang.nodes[0]
+        node, own = self._gang.node(node_rank), self._own
         if why.kind == "given_up":
-            return [(own, f"node 0 on {own.host} was given up by node {node_rank} on {node.host}: {why}")]
+            return [(own, f"node {own.node_rank} on {own.host} was given up by node {node_rank} on {node.host}: {why}")]
         name = f"supervisor of node {node_rank} on {node.host} (pid {self.pids[node_rank]})"
         if why.kind == "process_ended":  # one that ends for a reason of its own reports it first
             return [(node, f"{name} was killed")]
@@ -655,13 +761,14 @@ class JoinedNodes:
         It waits for nodes that may still come, but not for those that were lost, unless there are too few without them.
         """
         busy = self._in_setup | {node_rank for node_rank, ranks in self._unready.items() if ranks}
-        absent = len(self.pids) < len(self._gang.nodes)
-        head_is_busy = self._gang.nodes[0].node_rank in busy
-        if head_is_busy or ((busy or absent) and (self._gang.min_nodes is None or now < self._until)):
+        absent = len(self.pids.keys() | self.lost.keys()) < len(self._gang.nodes) and now < self._settled
+        waits = self._gang.min_nodes is None or now < self._until
+        if self._own.node_rank in busy or ((busy or absent) and waits):
             return None
         busy |= self._left_out
         there = [each for each, joined in self._joined.items() if joined <= since and each not in busy]
-        return self._gang.choose_nodes(sorted(there, key=lambda each: (each not in self._taken, each)))
+        first = self._own.node_rank  # of the head's node, which holds the port for rank 0
+        return self._gang.choose_nodes(sorted(there, key=lambda each: (each != first, each not in self._taken, each)))
 
     def leave_out(self, node_rank: int, why: str) -> None:
         """Let a node take part in no attempt any more."""
@@ -696,10 +803,15 @@ class JoinedNodes:
     def _name(self, node_rank: int) -> str:
         return f"node {node_rank} on {self._gang.node(node_rank).host}"
 
-    def wait_anew(self, now: float) -> None:
-        """Let the start of another attempt wait as long as the first one may."""
-        self._until = now + self._timeout_s
+    def wait_anew(self, now: float, timeout_s: float) -> None:
+        """Let the start of another attempt wait for so long."""
+        self._timeout_s = timeout_s
+        self._until = now + timeout_s
         self._note_at = now + self._note_s
+
+    def give_up(self, now: float) -> None:
+        """Wait no longer: the supervisors of all other nodes have ended."""
+        self._gone, self._until = True, now
 
     def overdue(self, now: float) -> RankEnd | None:
         """Name the nodes and tasks that are missing once the time is up."""
@@ -707,7 +819,8 @@ class JoinedNodes:
             return None
         self.given_up = True
         what, nodes = self.missing()
-        error, absent = f"{what} within {self._timeout_s:g} s", nodes[0].node_rank not in self.present
+        error = f"{what} within {self._timeout_s:g} s" if not self._gone else f"{what}: their supervisors have ended"
+        absent = nodes[0].node_rank not in self.present
         if self._gang.min_nodes is not None:
             number = len(self.present)
             there = f"{format_count(number, 'node')} {'is' if number == 1 else 'are'} there"

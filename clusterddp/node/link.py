@@ -2,7 +2,8 @@
 
 A link is a series of connections, signed and unencrypted (connection.py); their key is the run's token. A
 `Peer` is one end of it: it numbers its messages, and sends again what the other end has not received. Node 0 has the
-head in its own process (`HeadHere`); every other node has a link to it (`HeadElsewhere`).
+head in its own process (`HeadHere`); every other node has a link to it (`HeadElsewhere`). Who loses the other may
+become the other kind (supervisor.py): its listener stays.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 HEARTBEAT_S = 1.0
 PROCESS_ENDED = Loss("process_ended", "its process has ended")
 """The other host refuses connections to the port of the process."""
-LINK_LOST = Loss("broken", "it had lost the link to node 0")
+LINK_LOST = Loss("broken", "it had lost the link")
 _MAX_MESSAGE = 512 * 1024
 SUPERVISORS = Protocol(
     name="supervisor",
@@ -61,11 +62,6 @@ MAX_TURN_S = 1.0
 
 class HeadNotFoundError(ClusterddpError):
     """The head was not found in time."""
-
-
-def given_up(why: str) -> Loss:
-    """Return the loss of a link that the head has given up."""
-    return Loss("given_up", f"node 0 has given it up: {why}")
 
 
 def watch_host(sock: socket.socket, silence_s: float) -> None:
@@ -369,21 +365,22 @@ class HeadElsewhere:
         listener: socket.socket,
         known: Link | None,
         in_job: bool,
+        head: int = 0,
         probes: bool = False,
         now: float,
-        search_s: float | None = None,
     ) -> None:
         """`listener`: the head connects to it after a connection broke, to test whether this process lives.
 
         `probes`: the link is measured. `known`: the address where the head listens already; None: it starts to listen
-        at one of the candidates. `search_s`: for so long the head is searched again, after its loss; None: it is
-        searched for the first time.
+        at one of the candidates.
         """
         self.exit_code: int | None = None
         """Set when the supervisor is to exit as soon as nothing of its node is left."""
         self.head_lost: Loss | None = None
         self.joined = False
         """True once the head has accepted this node."""
+        self.head = head
+        """Its node rank."""
         self._token = gang.token
         self._node = gang.node(node_rank)
         self._selector = selector
@@ -393,10 +390,11 @@ class HeadElsewhere:
         self._in_job = in_job
         self._is_elastic = gang.min_nodes is not None
         self._start_timeout_s = gang.start_timeout_s
-        self._searches_again = search_s is not None
-        self._join_until = now + (gang.start_timeout_s if search_s is None else search_s)
+        self._join_until = now + gang.start_timeout_s
         self._connect_until = now + min(_CONNECT_S, gang.start_timeout_s)
         self._session = ""
+        self._first: list[Message] = []
+        """The head's first orders, until the next turn."""
         self._now = now
         self._address = ("", 0)
         self._peer = Peer(limits, self._connect_again, when_quiet=True)
@@ -406,19 +404,17 @@ class HeadElsewhere:
     @property
     def polls_fast(self) -> bool:
         """True while something is to be done at once, or things change within milliseconds."""
-        return (not self.joined and not self._searches_again) or self._peer.broken
+        return not self.joined or self._peer.broken
 
-    def close(self) -> None:
-        """Stop listening; the head is searched by another one."""
+    def release(self) -> socket.socket:
+        """End the search, and return the listener, for the uplink that takes this one's place."""
         self._search.close()
-        self._listener.close()
+        return self._listener
 
     def report(self, message: Message) -> None:
         """Send the head a message."""
         if self.head_lost is None:
             self._peer.send(message)
-        if self._searches_again and not self.joined and message["kind"] == "cancel":
-            self._peer.lose(Loss("given_up", str(message["reason"])))
         if self._in_job and message.get("signal") == "SIGTERM" and self._peer.is_quiet(self._now):
             self._peer.lose(HOST_SILENT)  # the batch system has found the same, and is about to kill the job
 
@@ -430,7 +426,8 @@ class HeadElsewhere:
         with contextlib.suppress(OSError):  # the head only tests whether its connections are accepted
             for _ in range(_MAX_PROBES):
                 self._listener.accept()[0].close()
-        messages = self._peer.receive(now) if self.joined else self._join(now)
+        messages, self._first = self._first, []
+        messages += self._peer.receive(now) if self.joined else self._join(now)
         if self.joined and (found := self._peer.keep_up(now)) is not None:
             messages += self._welcomed(found, now)
         orders = [self._take_order(message) for message in messages]
@@ -439,7 +436,7 @@ class HeadElsewhere:
             if speed := self._peer.read_speed():
                 self.report({"kind": "preflight", "link": round(speed, 1)})
         if self._peer.lost is not None and self.exit_code is None:
-            log_line(f"node 0's supervisor is lost: {self._peer.lost}")
+            log_line(f"the link to node {self.head}'s supervisor is lost: {self._peer.lost}")
             self.head_lost = self._peer.lost
             self.exit_code = 1
             orders.append({"kind": "kill", "whole_gang": not self._is_elastic})
@@ -461,7 +458,7 @@ class HeadElsewhere:
         if message["kind"] == "finish":
             self.exit_code = int(message["exit_code"])
         elif message["kind"] == "gave_up":
-            self._peer.lose(given_up(str(message["why"])))
+            self._peer.lose(Loss("given_up", f"node {self.head} has given it up: {message['why']}"))
         elif message["kind"] == "preflight" and "link" in message:
             self._probe()
         return message
@@ -479,12 +476,8 @@ class HeadElsewhere:
         """
         found = self._search.find(now)
         if found is not None:
-            self.joined = True
-            self._search.close()
-            log_line(f"node 0's supervisor is at {found.connection.peer_address}:{found.connection.peer_port}")
-            messages = self._welcomed(found, now)
-            self._probe()
-            return messages
+            self.enter(found, now)
+            return []
         if (known := self._known) is None:
             if now >= self._join_until:
                 raise HeadNotFoundError(f"node 0's supervisor was not found within {self._start_timeout_s:g} s")
@@ -492,16 +485,20 @@ class HeadElsewhere:
         # A head that is known to listen may refuse, or not answer in time.
         loss = self._search.failure.loss if self._search.failure is not None else Loss("no_answer", "no answer")
         late = not self._search.answered and now >= self._connect_until
-        if self._searches_again:
-            if loss.kind == "refused" or now >= self._join_until:
-                self._search.close()
-                self._peer.lose(PROCESS_ENDED if loss.kind == "refused" else loss)
-            return []
         if loss.kind == "refused" or late:
             raise ClusterddpError(f"node 0's supervisor at {known['host']}:{known['port']} cannot be reached: {loss}")
         if now >= self._join_until:
             self._peer.lose(loss)
         return []
+
+    def enter(self, found: Found, now: float) -> None:
+        """Use a connection on which the head has answered that this node has joined."""
+        self.joined = True
+        self._search.close()
+        connection = found.connection
+        log_line(f"node {self.head}'s supervisor is at {connection.peer_address}:{connection.peer_port}")
+        self._first = self._welcomed(found, now)
+        self._probe()
 
     def _welcomed(self, found: Found, now: float) -> list[Message]:
         """Use a connection to the head, whose first message is its welcome, or `gave_up`."""
@@ -532,7 +529,7 @@ class HeadElsewhere:
 
 
 class HeadHere:
-    """Node 0's uplink: the head is in this process, the other nodes are its peers."""
+    """The uplink of the head's node: the head is in this process, the other nodes are its peers."""
 
     head_lost: Loss | None = None
     joined = True
@@ -543,6 +540,7 @@ class HeadHere:
         self.head: Head | None = None
         """Set once; the head needs `send`, and this needs the head."""
         self.exit_code: int | None = None
+        self._own = int(join["node_rank"])
         self._limits = limits
         self._listener = listener
         self._session = os.urandom(8).hex()
@@ -572,7 +570,7 @@ class HeadHere:
 
     def send(self, node_rank: int, message: Message) -> None:
         """Send a node an order of the head."""
-        if node_rank == 0:
+        if node_rank == self._own:
             self._orders.append(message)
         elif node_rank in self._peers:
             self._peers[node_rank].send(message)
@@ -594,12 +592,18 @@ class HeadHere:
                 del self._peers[node_rank]
                 self.head.on_loss(node_rank, peer.lost, now, silent_s=now - peer.heard if peer.heard else 0.0)
         while self._reports:
-            self.head.on_report(0, self._reports.popleft(), now)
+            self.head.on_report(self._own, self._reports.popleft(), now)
         self.head.tick(now)
         if not any(peer.owes_acknowledgement(now) for peer in self._peers.values()):
             self.exit_code = self.head.exit_code
         orders, self._orders = self._orders, []
         return orders
+
+    def release(self) -> socket.socket:
+        """Give up all links, and return the listener, for the uplink that takes this one's place."""
+        for peer in self._peers.values():
+            peer.give_up(Loss("given_up", f"node {self._own} has joined another one"))
+        return self._server.release()
 
     def report_fatal_error(self, error: str) -> None:
         """Close all links; the other nodes then end their ranks."""
@@ -619,6 +623,11 @@ class HeadHere:
     def _join(self, connection: Connection, join: Message, now: float) -> None:
         assert self.head is not None
         node_rank = int(join["node_rank"])
+        if node_rank < self._own and not self.head.decides:
+            self._server.refuse(
+                connection, f"node {node_rank} comes before node {self._own}, which decides nothing", now
+            )
+            return
         if join.get("again") and (before := self._peers.pop(node_rank, None)) is not None:
             before.lose(LINK_LOST)  # found first at its other end
             self.head.on_loss(node_rank, LINK_LOST, now)
@@ -627,7 +636,8 @@ class HeadHere:
             peer = Peer(self._limits, lambda now: Attempt(address, now), when_quiet=False)
             self._peers[node_rank] = peer
             self._pids[node_rank] = int(join["pid"])
-            self.head.on_report(node_rank, join | {"reached": connection.own_address}, now)
+            facts = {"reached": connection.own_address, "address": connection.peer_address}
+            self.head.on_report(node_rank, join | facts, now)
         if node_rank in self._peers and join["pid"] == self._pids[node_rank]:
             self._welcome(node_rank, connection, 0, now)  # perhaps again: it has missed the first welcome
         else:

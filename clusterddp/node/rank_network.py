@@ -126,7 +126,7 @@ def find_rank_network(gang: Gang, node: Node, order: Message, links: Iterable[Li
     if gang.master_addr:
         interface = node.interface or gang.interface
         return RankNetwork(
-            gang=gang,
+            gang=dataclasses.replace(gang, master_addr=str(order["master_addr"])),
             interface=interface,
             address=node.address,
             why=node.why or "the plan",

@@ -17,19 +17,20 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
   `failed` (a RankEnd), `ended` (left: pids that cannot be killed; connected: a connection to the master was seen),
   `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a
   RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see usage_watch.py), `sending` (name, host,
-  port), `copied` (name, bytes or error: see copies.py).
+  port), `copied` (name, bytes or error: see copies.py), `answered` (number: of a term).
 * Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets; nodes: those that take
   part, where they may differ), `preflight` (seconds: measure the node again; or link: the link), `stop` (reason),
   `kill` (whole_gang), `stacks` (id), `usage` (asked, most), `send` (name), `receive` (name, host, port, prunes),
-  `finish` (exit_code).
+  `terms` (terms: see term.py), `finish` (exit_code).
 * Both ways: `gave_up` (why), the last message before the link is closed.
-* Without a number (link.py): `join`, here with port (again: after a loss of the link); `join_again` (node_rank,
+* Without a number (link.py): `join`, here with port (again, terms: after a loss of the link); `join_again` (node_rank,
   session, received); the answer to both, `welcome` (session, received); `heartbeat` (received).
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import json
 import os
@@ -50,7 +51,7 @@ from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import report_links
 from clusterddp.node.copies import Copies, newest_here
 from clusterddp.node.guard import Guard, clean_up
-from clusterddp.node.head import Head, JobWatch
+from clusterddp.node.head import CUT_OFF_S, Head, JobWatch, LostHead
 from clusterddp.node.helpers import Helpers
 from clusterddp.node.link import (
     SUPERVISORS,
@@ -71,6 +72,7 @@ from clusterddp.node.preparation import Preparation
 from clusterddp.node.processes import STOP_SIGNALS, Signals, become_subreaper, reap
 from clusterddp.node.rank import drop_unwritten_output
 from clusterddp.node.rank_starter import Children, RankStarter
+from clusterddp.node.term import Term, Terms, Voter
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import (
     AttemptEnd,
@@ -84,7 +86,7 @@ from clusterddp.run.attempts import (
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RankEnd
 from clusterddp.run.stop import cancel_reason
-from clusterddp.run.supervisors import JobOrder, SupervisorOrder
+from clusterddp.run.supervisors import JobOrder, Link, SupervisorOrder
 from clusterddp.system.files import is_file
 from clusterddp.system.storage import set_storage_timeout
 from clusterddp.wire import read_object
@@ -95,8 +97,6 @@ GUARD_PATIENCE_S = 4.0
 """How long the guard of a head that was killed has to record the end when its host is up."""
 STEP_PATIENCE_S = 10.0
 """The same in a batch job, for the head itself, too."""
-_SEARCH_S = 24 * 3600.0
-"""How long a node that has lost the head searches it, where the run may go on without the node."""
 _LOOK_EVERY_S = 2.0
 """Between two looks for a later attempt of the run."""
 LINK_PORTS = 16
@@ -132,24 +132,6 @@ class Parent:
             pass
         *lines, self._unread = self._unread.split(b"\n")
         return lines, ended
-
-
-def end_by_lost_head(order: SupervisorOrder, attempt: AttemptDir, loss: Loss, interface: str | None) -> AttemptEnd:
-    """Return the end of an attempt for a node that has lost the head.
-
-    `interface`: the one that carries the gang's traffic on this host.
-    """
-    if order.gang.min_nodes is not None and is_file(order.run.cancel_file):
-        return cancelled(cancel_reason(order.run))
-    lost, what = order.gang.nodes[0], f"node 0 on {order.gang.nodes[0].host} is lost: {loss}"
-    if loss.kind == "given_up":
-        lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss}"
-    elif loss.kind == "host_silent" and is_cut_off(interface):
-        lost, what = order.node, f"{order.node.host} is cut off, its {interface} is down"
-    started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
-    cause = loss_of_nodes(order.gang, (lost,), what, attempt=attempt if started else None)
-    goes_on = order.job is not None and order.restarts_left_after(attempt.number)
-    return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
 
 
 class JobTasks(RankStarter, Protocol):
@@ -211,15 +193,18 @@ class Supervisor:
             job = place.watch_job(order.job, environment, self._clock, order.gang.stop_lead_s)
         self._helpers = Helpers(order, environment)
         self._copies = Copies(order, environment, self._report)
-        self.uplink: Uplink = reach_head(
-            order,
-            self._selector,
-            guard=guard,
-            helpers=self._helpers,
-            missing=self._missing,
-            job=job,
-            now=self._clock.now,
+        self._limits = Limits(
+            host_silence_s=order.gang.host_silence_s,
+            heartbeat_timeout_s=order.gang.heartbeat_timeout_s,
+            spans_hosts=order.spans_hosts,
         )
+        link = order.link or Link(host="", port=0)
+        first = Term(number=0, attempt=order.attempt, restart=0, head=0, voters=((0, link["host"], link["port"]),))
+        self._terms = Terms(first, order.node_rank)
+        self._fails_over = order.over_ssh and order.gang.min_nodes is not None
+        self._searches: dict[int, Search] = {}
+        """For another head, by node rank, while that of this node may not decide."""
+        self.uplink: Uplink = self._open_head(job=job) if order.is_head else self._find_head()
         self._check = NodeCheck(order, self._report)
         parts = (guard, self._helpers, self._preparation, self._check, children, job, self._copies)
         self._parts = [part for part in parts if part is not None]
@@ -252,6 +237,7 @@ class Supervisor:
                 part.on_exits(exits)
             self._ranks.tick(now)
             self._follow_preparation()
+            self._seek(now)
             if now >= self._look_at:
                 self._look_for_takeover(now)
             while orders := self.uplink.pump(now):
@@ -264,11 +250,102 @@ class Supervisor:
             if self.uplink.exit_code is not None and self._is_done(now):
                 return self.uplink.exit_code
 
+    def _open_head(self, *, job: JobWatch | None = None, before: LostHead | None = None) -> HeadHere:
+        """Let the head be in this process, and print its address if it is the first one.
+
+        `before`: the head whose place it may take.
+        Raises: OSError, ClusterddpError: no port is free to listen at.
+        """
+        order, gang = self._order, self._order.gang
+        address = gang.master_addr or LOOPBACK_ADDRESS
+        if before is not None:  # the others know where this node listens
+            address = order.node.address or address
+            gang, listener = dataclasses.replace(gang, master_addr=address), self.uplink.release()
+        elif order.job is not None and order.spans_hosts:
+            listener = listen_on_walk(walk_ports(f"link:{order.job.job_id}", LINK_PORTS))
+        else:
+            listener = listen(address)
+        self._port = listener.getsockname()[1]
+        join = self._join_message(again=before is not None) | {"address": address, "port": self._port}
+        here = HeadHere(gang, self._selector, self._limits, listener=listener, join=join)
+        restart = order.first_restart if before is None else self._terms.newest.restart + 1
+        here.head = Head(
+            order.run,
+            gang,
+            own=order.node_rank,
+            terms=self._terms,
+            fails_over=self._fails_over,
+            before=before,
+            first_attempt=order.attempt if before is None else self._terms.next_attempt(),
+            first_restart=restart,
+            rendezvous_seed=f"slurm:{order.job.job_id}" if order.job else gang.token,
+            job=job,
+            guard=self._guard,
+            helpers=self._helpers,
+            send=here.send,
+            now=self._clock.now,
+        )
+        if order.job is None and before is None:
+            print(json.dumps({"link": dict(zip(("host", "port"), here.address, strict=True))}), flush=True)
+        return here
+
+    def _find_head(self) -> HeadElsewhere:
+        """Search the head, which listens already where the order says so; in a job on the hosts that may run it.
+
+        Raises: OSError: no port is free to listen at.
+        """
+        listener = listen_on_walk([0]) if self._order.spans_hosts else listen(LOOPBACK_ADDRESS)
+        self._port = listener.getsockname()[1]
+        return self._elsewhere(self._search(self._terms.newest.voters[0]), listener, probes=is_checked(self._order))
+
+    def _search(self, place: Voter, *, again: bool = False) -> Search:
+        job, (_, host, port) = self._order.job, place
+        return Search(
+            lambda: [host] if job is None else resolve(job.heads),
+            [port] if job is None else walk_ports(f"link:{job.job_id}", LINK_PORTS),
+            protocol=SUPERVISORS,
+            key=self._order.gang.token,
+            introduce=lambda connection: self._join_message(again=again) | {"port": self._port},
+            selector=self._selector,
+        )
+
+    def _join_message(self, *, again: bool) -> Message:
+        order = self._order
+        join: Message = {"kind": "join", "node_rank": order.node_rank, "pid": os.getpid(), **self._missing}
+        join["check"] = is_checked(order) and not again
+        join |= {"again": True, "terms": self._terms.written()} if again else {}
+        join |= {} if order.job is not None else {"checkpoint": newest_here(order.run)}
+        if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
+            # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
+            join["links"] = report_links(read_links())
+        return join
+
+    def _elsewhere(
+        self, search: Search, listener: socket.socket, head: int = 0, *, probes: bool = False
+    ) -> HeadElsewhere:
+        order = self._order
+        return HeadElsewhere(
+            order.gang,
+            order.node_rank,
+            search,
+            self._selector,
+            self._limits,
+            listener=listener,
+            known=order.link,
+            in_job=order.job is not None,
+            head=head,
+            probes=probes,
+            now=self._clock.now,
+        )
+
     def _obey(self, order: Message, now: float) -> None:
         if order["kind"] in {"kill", "finish"}:
             self._preparation.end()
         elif order["kind"] == "start":
             self._guard.update(attempt=int(order["attempt"]))
+        elif order["kind"] == "terms":
+            self._terms.learn(order["terms"])
+            self._report({"kind": "answered", "number": order["terms"][-1]["number"]})
         elif order["kind"] == "preflight" and "seconds" in order:
             self._check.measure(float(order["seconds"]))
         self._ranks.obey(order, now)
@@ -292,36 +369,47 @@ class Supervisor:
             self._preparation.error = None
             self.uplink.report(report_of("failed", error))
 
-    def _join_anew(self, now: float) -> None:
-        """Search the head again, with no ranks left; it takes this node into a later attempt."""
-        gang = self._order.gang
-        assert gang.min_nodes is not None
-        # Without node 0 no attempt begins: only where this node is the one that was cut off may the run go on.
-        loss = self.uplink.head_lost
-        own_fault = (loss is not None and loss.kind == "given_up") or is_cut_off(self._ranks.interface)
-        goes_on = own_fault and len(gang.nodes) > gang.min_nodes
-        log_line("this node searches node 0's supervisor again, to take part in a later attempt")
+    def _take_place(self, loss: Loss, now: float) -> None:
+        """With no ranks left after the loss of the head, let a head of this node decide, if enough nodes join it."""
+        end = self._end_by_lost_head(self._order.run.attempt(self._ranks.attempt_number), loss)
+        cut_off = loss.kind == "given_up" or is_cut_off(self._ranks.interface)
+        timeout_s = CUT_OFF_S if cut_off else self._order.gang.start_timeout_s
+        log_line("this node searches another one that decides")
         self._record_at = None
-        assert isinstance(self.uplink, HeadElsewhere)
-        self.uplink.close()
-        self.uplink = reach_head(
-            self._order,
-            self._selector,
-            guard=self._guard,
-            helpers=self._helpers,
-            missing=self._missing,
-            job=None,
-            now=now,
-            search_s=_SEARCH_S if goes_on else gang.start_timeout_s,
-        )
+        self.uplink = self._open_head(before=LostHead(loss, dataclasses.replace(end, will_restart=True), timeout_s))
+
+    def _seek(self, now: float) -> None:
+        """Join another head while that of this node may not decide."""
+        here, own = self.uplink, self._order.node_rank
+        if not isinstance(here, HeadHere) or here.head is None or not here.head.seeks:
+            self._end_searches()
+            return
+        for node_rank, place in self._terms.addresses().items():
+            if node_rank not in self._searches and node_rank != own:
+                self._searches[node_rank] = self._search(place, again=True)
+        losses = [search.failure and search.failure.loss.kind for search in self._searches.values()]
+        if losses and losses.count("refused") == len(losses):
+            here.head.nodes.give_up(now)
+        for node_rank, search in self._searches.items():
+            if (found := search.find(now)) is not None:
+                del self._searches[node_rank]
+                self._end_searches()
+                uplink = self._elsewhere(search, here.release(), node_rank)
+                uplink.enter(found, now)
+                self._guard.update(is_head=False)
+                self.uplink = uplink
+                return
+
+    def _end_searches(self) -> None:
+        for search in self._searches.values():
+            search.close()
+        self._searches.clear()
 
     def _is_done(self, now: float) -> bool:
         loss = self.uplink.head_lost
-        # The head may go on without this node.
-        goes_on = loss is not None and self.uplink.joined and loss.kind != "process_ended"
-        if goes_on and self._order.gang.min_nodes is not None and not is_file(self._order.run.cancel_file):
+        if loss is not None and self._goes_on(loss):
             if self._ranks.idle:
-                self._join_anew(now)
+                self._take_place(loss, now)
             return False
         if loss is None or not self._order.spans_hosts:  # on one host the guard of the head records the end
             return self._ranks.idle
@@ -331,6 +419,31 @@ class Supervisor:
             patience_s = STEP_PATIENCE_S if self._order.job is not None else GUARD_PATIENCE_S
             self._record_at = now + (0.0 if loss.kind == "host_silent" else patience_s)
         return self._ranks.idle and self._is_recorded(loss, late=now >= self._record_at)
+
+    def _goes_on(self, loss: Loss) -> bool:
+        """Return whether the run may go on after the loss of the head: without this node, or without the head."""
+        gang, term = self._order.gang, self._terms.newest
+        if not self.uplink.joined or gang.min_nodes is None or is_file(self._order.run.cancel_file):
+            return False
+        # Of a process that has ended, others than this node record the end.
+        can_replace = term.restart < gang.restarts and self._terms.suffice(term.nodes - {term.head})
+        return loss.kind != "process_ended" or can_replace
+
+    def _end_by_lost_head(self, attempt: AttemptDir, loss: Loss) -> AttemptEnd:
+        """Return the end of an attempt for this node, which has lost the head."""
+        order, interface = self._order, self._ranks.interface
+        if order.gang.min_nodes is not None and is_file(order.run.cancel_file):
+            return cancelled(cancel_reason(order.run))
+        lost = order.gang.node(self._terms.newest.head)
+        what = f"node {lost.node_rank} on {lost.host} is lost: {loss}"
+        if loss.kind == "given_up":
+            lost, what = order.node, f"node {order.node.node_rank} on {order.node.host} is lost: {loss}"
+        elif loss.kind == "host_silent" and is_cut_off(interface):
+            lost, what = order.node, f"{order.node.host} is cut off, its {interface} is down"
+        started = attempt.ranks.is_dir() and any(attempt.ranks.glob("*.json"))
+        cause = loss_of_nodes(order.gang, (lost,), what, attempt=attempt if started else None)
+        goes_on = order.job is not None and order.restarts_left_after(attempt.number)
+        return failed_by(cause, goes_on=goes_on and not is_file(order.run.cancel_file))
 
     def _is_recorded(self, loss: Loss, *, late: bool) -> bool:
         """Return whether the end is recorded; record it when nobody else has in time.
@@ -344,8 +457,7 @@ class Supervisor:
             if read_end(attempt) is not None:
                 return True
         if late:
-            end = end_by_lost_head(self._order, attempt, loss, self._ranks.interface)
-            record = close_attempt(attempt, end, self._order.gang.token)
+            record = close_attempt(attempt, self._end_by_lost_head(attempt, loss), self._order.gang.token)
             if record.is_first:
                 log_end(self._order.run, attempt.number, record.end)
         return late
@@ -459,83 +571,6 @@ def _end_after_error(order: SupervisorOrder, guard: Guard, supervisor: Superviso
         clean_up(guard.facts, what)
     except Exception:
         log_line(traceback.format_exc())
-
-
-def reach_head(
-    order: SupervisorOrder,
-    selector: selectors.BaseSelector,
-    *,
-    guard: Guard,
-    helpers: Helpers,
-    missing: Message,
-    job: JobWatch | None,
-    now: float,
-    search_s: float | None = None,
-) -> Uplink:
-    """Start the head, or the search for it; `missing`: what the start waits for on this node.
-
-    `search_s`: for so long the head is searched again, after its loss.
-
-    Raises: OSError, ClusterddpError: no port is free to listen at.
-    """
-    join: Message = {"kind": "join", "node_rank": order.node.node_rank, "pid": os.getpid(), **missing}
-    join["check"] = is_checked(order) and search_s is None
-    join |= {} if search_s is None else {"again": True}
-    join |= {} if order.job is not None else {"checkpoint": newest_here(order.run)}
-    if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
-        # Over SSH the hosts have tried all networks, and the plan has the fastest that works.
-        join["links"] = report_links(read_links())
-    limits = Limits(
-        host_silence_s=order.gang.host_silence_s,
-        heartbeat_timeout_s=order.gang.heartbeat_timeout_s,
-        spans_hosts=order.spans_hosts,
-    )
-    ports = walk_ports(f"link:{order.job.job_id}", LINK_PORTS) if order.job is not None else []
-    if order.is_head:
-        in_job_of_hosts = order.job is not None and order.spans_hosts
-        listener = listen_on_walk(ports) if in_job_of_hosts else listen(order.gang.master_addr or LOOPBACK_ADDRESS)
-        here = HeadHere(order.gang, selector, limits, listener=listener, join=join)
-        here.head = Head(
-            order.run,
-            order.gang,
-            first_attempt=order.attempt,
-            first_restart=order.first_restart,
-            rendezvous_seed=f"slurm:{order.job.job_id}" if order.job else order.gang.token,
-            job=job,
-            guard=guard,
-            helpers=helpers,
-            send=here.send,
-            now=now,
-        )
-        if order.job is None:
-            host, port = here.address
-            print(json.dumps({"link": {"host": host, "port": port}}), flush=True)
-        return here
-    listener = listen_on_walk([0]) if order.spans_hosts else listen(LOOPBACK_ADDRESS)
-    # In a job the head is searched at the ports of the job, on the hosts that may run it.
-    known, heads = order.link, order.job.heads if order.job is not None else ()
-    join["port"] = listener.getsockname()[1]
-    search = Search(
-        lambda: resolve(heads) if known is None else [known["host"]],
-        ports if known is None else [known["port"]],
-        protocol=SUPERVISORS,
-        key=order.gang.token,
-        introduce=lambda connection: join,
-        selector=selector,
-    )
-    return HeadElsewhere(
-        order.gang,
-        order.node.node_rank,
-        search,
-        selector,
-        limits,
-        listener=listener,
-        known=known,
-        in_job=order.job is not None,
-        probes=join["check"],
-        now=now,
-        search_s=search_s,
-    )
 
 
 def resolve(hosts: Sequence[str]) -> list[str]:

@@ -2,8 +2,8 @@
 
 Commands that ask the hosts write the reports, all read them. The state of the run follows from them, without a
 connection (`ask_reports`); a command that needs the current state synchronises first (sync.py). A supervisor or guard
-on any host means that the run goes on, and none on all hosts that it has ended. If node 0's host does not answer, this
-is unknown, unless another node has recorded an end.
+on any host means that the run goes on, and none on all hosts that it has ended. If the head's host does not answer,
+this is unknown, unless another node has recorded an end. Which node has the head is in the newest `start.json`.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from clusterddp.errors import ClusterddpError, PreflightError, SshError
 from clusterddp.places.base import Report, no_report
 from clusterddp.run.attempts import AttemptEnd, final_end, parse_end
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.gang import Gang
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_gang, read_run
 from clusterddp.run.seal import demand_sealed, mark_of
@@ -58,7 +58,7 @@ _FILES: tuple[tuple[str, Kind, str | None], ...] = (
 )
 """The paths of files on a host, how they are downloaded, and which part of `ssh.fetch` they are; None: always wanted.
 
-A file of a rank or of a node is that host's; the others come from the head's host.
+A file of a rank or of a node is that host's; the others come from the head's host (`_has_of_run`).
 """
 _PATTERNS = [(re.compile(pattern), kind, part) for pattern, kind, part in _FILES]
 _QUIET_WRITE_S = 10.0
@@ -138,33 +138,36 @@ def ask_reports(records: Records) -> Answer:
     submitter = None if records.was_handed_over else records.submitter
     if submitter and submitter.alive():
         return Answer(life="ended")  # no host has it yet
-    hosts = [node.host for node in read_gang(records.run).nodes]
+    gang = read_gang(records.run)
+    hosts, head = [node.host for node in gang.nodes], gang.node(head_of(records.run)).host
     reports = {host: report for host, report in read_reports(records.run).items() if report.start == start_of(record)}
     if mark := mark_of(records.run):
         reason = "belongs to another user, and only that user can connect to its hosts"
         reason = "is unsealed, so its hosts are not asked" if mark == "unsealed" else reason
-        return Answer(life="unknown", words=reason, notes=(_last_known(records, reports.get(hosts[0])),))
+        return Answer(life="unknown", words=reason, notes=(_last_known(records, reports.get(head)),))
     unreached = [host for host in hosts if host not in reports or reports[host].error is not None]
     supervised = [host for host, report in reports.items() if report.is_supervised and report.error is None]
-    if supervised and hosts[0] not in unreached:
+    if supervised and head not in unreached:
         return Answer(life="alive", notes=tuple(_why_unreached(reports, host) for host in unreached if host in reports))
     # The head's record comes first. Another node records an end when it loses the head, or when the head's storage
     # takes no record.
     number = records.attempt.number if records.attempt else 0
-    for report in sorted(reports.values(), key=lambda report: report.host != hosts[0]):
+    for report in sorted(reports.values(), key=lambda report: report.host != head):
         end, of = report.own_end, report.end_attempt
+        if gang.min_nodes is not None and supervised and report.host != head:
+            break  # the others may go on without that node
         if end and not end.will_restart and of is not None and of >= number:
             return Answer(life="ended", end=end, end_attempt=records.run.attempt(of))
     why = [_why_unreached(reports, host) for host in unreached]
-    if hosts[0] in unreached:
+    if head in unreached:
         others = [f"it is still supervised on {', '.join(supervised)}"] if supervised else []
-        words = "; ".join([why[0], *others])
+        words = "; ".join([_why_unreached(reports, head), *others])
     elif unreached:
-        words = "; ".join([f"it is not supervised on {hosts[0]}", *why])
+        words = "; ".join([f"it is not supervised on {head}", *why])
     else:
         words = f"its supervisors on {', '.join(hosts)} are gone"
-        return Answer(life="ended", words=words, notes=_what_is_left(records, reports, hosts[0]))
-    return Answer(life="unknown", words=words, notes=(_last_known(records, reports.get(hosts[0])),))
+        return Answer(life="ended", words=words, notes=_what_is_left(records, reports, head))
+    return Answer(life="unknown", words=words, notes=(_last_known(records, reports.get(head)),))
 
 
 def read_unreached(run: RunDir) -> dict[str, str]:
@@ -261,6 +264,8 @@ class HostRun:
     wants: Wants = Wants()
     start: str = ""
     """Which start of the run the host is asked about (`start_of`)."""
+    head: int = 0
+    """The node whose supervisor is the head now."""
 
     @property
     def host(self) -> str:
@@ -268,12 +273,13 @@ class HostRun:
 
     @property
     def is_head(self) -> bool:
-        return self.node.node_rank == 0
+        return self.node.node_rank == self.head
 
     def wanting(self, wants: Wants) -> HostRun:
         """Return it with these wants and the current start of the run."""
         # The start is read before the host is asked: an answer never counts for a later start.
-        return dataclasses.replace(self, wants=wants, start=start_of(read_run(self.run)))
+        head = head_of(self.run) if self.is_elastic else 0
+        return dataclasses.replace(self, wants=wants, start=start_of(read_run(self.run)), head=head)
 
     def wanting_from(self, newest: int) -> HostRun:
         """Return it with the first attempt whose logs are wanted filled in; `newest`: the newest attempt."""
@@ -302,7 +308,22 @@ class HostRun:
             return int(found["rank"]) in self._ranks_in(match.string)
         if "node" in found:
             return int(found["node"]) == self.node.node_rank
-        return self.is_head and _is_safe(match.string)
+        return self._has_of_run(match.string) and _is_safe(match.string)
+
+    def _has_of_run(self, path: str) -> bool:
+        """Return whether the host writes a file of no rank or node: the head does, and there may have been others."""
+        if not self.is_elastic or not path.startswith("attempts/"):
+            return self.is_head
+        if path.endswith("/start.json"):
+            return True  # nobody else writes one
+        # The end of a head that was lost is written by the next one.
+        number, is_end = int(path.split("/")[1]), path.endswith("/end.json")
+        attempts = [self.run.attempt(each) for each in range(number, number + 1 + is_end)]
+        heads = [head_of(self.run, attempt) for attempt in attempts if attempt.start.exists()]
+        if heads or not is_end:
+            return self.node.node_rank in (heads or [self.head])
+        others = (report for host, report in read_reports(self.run).items() if host != self.host)
+        return self.is_head and not any(report.is_supervised and report.error is None for report in others)
 
     def _ranks_in(self, path: str) -> frozenset[int]:
         """Return the ranks that the host has in the attempt of a file."""
@@ -356,6 +377,13 @@ def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
         )
         for node, slot in zip(ssh.hosts, gang.nodes, strict=True)
     ]
+
+
+def head_of(run: RunDir, attempt: AttemptDir | None = None) -> int:
+    """Return the node whose supervisor is the head in an attempt, by default in the newest one that has started."""
+    if attempt is None:
+        attempt = next((each for each in reversed(run.attempts()) if each.start.exists()), None)
+    return read_gang(run, attempt).nodes[0].node_rank
 
 
 def newest_attempt(run: RunDir, paths: Iterable[str] = ()) -> int:

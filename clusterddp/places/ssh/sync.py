@@ -27,6 +27,7 @@ from clusterddp.places.ssh.host_run import (
     Wants,
     failure_of,
     find_host_runs,
+    head_of,
     is_on_hosts,
     must_ask,
     newest_attempt,
@@ -171,12 +172,13 @@ class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
         works: dict[SshNode, list[HostRun]] = {}
         for node, host_runs in self._host_runs.items():
             for host_run in host_runs:
-                if only_logs and not (host_run.is_head or wants.logs & host_run.ranks):
-                    continue
                 # A run whose record is damaged, or that is being removed, must not stop the others.
                 with contextlib.suppress(ClusterddpError, OSError, TypeError, KeyError, ValueError, AttributeError):
+                    wanting = host_run.wanting(wants)
+                    if only_logs and not (wanting.is_head or wants.logs & host_run.ranks):
+                        continue
                     if must_ask(host_run, wants):
-                        works.setdefault(node, []).append(host_run.wanting(wants))
+                        works.setdefault(node, []).append(wanting)
         return works
 
     def _run(
@@ -248,6 +250,8 @@ class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
             files = self._listings.get((node, host_run.name), {})
             wanting = host_run.wanting_from(newest_attempt(host_run.run, files))
             done = download(session, wanting, files, self._report)
+            if wanting.is_elastic and (head := head_of(host_run.run)) != wanting.head:  # its start.json has come
+                done = download(session, dataclasses.replace(wanting, head=head), files, self._report)
             result = _Result(run=host_run.run, goes_on=done.goes_on, problem=done.problem)
             if done.has_records:
                 result.report = report_of(wanting, answer, files)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from clusterddp.run.attempts import read_end
-from clusterddp.run.directory import RunDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.system.files import read_json, read_jsonl
 from tests.support.ssh_place import SshPlace, ssh_place_on
 from tests.support.waiting import wait_until
@@ -74,13 +74,13 @@ def summary(place: SshPlace, run: RunDir, node: str = "node1") -> dict[str, Any]
     return found
 
 
-def await_attempt(place: SshPlace, run: RunDir, number: int) -> None:
-    start = place.host_run_dir("node1", run).attempt(number).start
+def await_attempt(place: SshPlace, run: RunDir, number: int, head: str = "node1") -> None:
+    start = place.host_run_dir(head, run).attempt(number).start
     wait_until(start.exists, 60, what=lambda: place.status(run))
 
 
-def nodes_of(place: SshPlace, run: RunDir, number: int) -> list[str]:
-    start = read_json(place.host_run_dir("node1", run).attempt(number).start) or {}
+def nodes_of(place: SshPlace, run: RunDir, number: int, head: str = "node1") -> list[str]:
+    start = read_json(place.host_run_dir(head, run).attempt(number).start) or {}
     return [node["host"] for node in start["nodes"]]
 
 
@@ -140,8 +140,73 @@ def test_a_host_whose_cable_was_pulled_is_left_out_and_taken_in_again(place: Ssh
     place.await_gone(place.record(run).token)
 
 
-def test_with_too_few_hosts_the_run_ends_and_goes_on_elsewhere_from_the_copy_of_its_checkpoint(place: SshPlace) -> None:
+@pytest.mark.parametrize("what", ["power", "cable", "supervisor"])
+def test_without_the_first_host_the_others_go_on_and_the_parameters_are_those_of_an_undisturbed_run(
+    place: SshPlace, undisturbed: str, what: str
+) -> None:
+    run = submit(place, epochs=60, **WITH_SPARE)
+    wait_until(lambda: newest(place, run, "node2") > 0, 30)
+    if what == "power":
+        place.rack.power_off("node1")
+    elif what == "cable":
+        place.rack.pull_cable("node1")
+    else:
+        place.kill("node1", "s0")
+    await_attempt(place, run, 1, "node2")
+    assert nodes_of(place, run, 1, "node2") == ["node2", "node3"]
+    status = place.await_state("RUNNING", "COMPLETED", run=run)
+    why = "its process has ended" if what == "supervisor" else "its host does not answer"
+    assert status["nodes_changed"] == (
+        f"attempt 1: node 0 on node1 was lost ({why}); node 2 on node3, a spare, took its place"
+    )
+    assert {each["rank"]: each["host"] for each in status["ranks"]} == {0: "node2", 1: "node2", 2: "node3", 3: "node3"}
+    if what == "cable":
+        place.rack.plug_cable("node1")
+    found = summary(place, run, "node2")
+    assert (found["params_sha256"], found["world_size"]) == (undisturbed, 4)
+    assert min(steps_of(place.host_run_dir("node2", run))) > 1
+    place.await_state("COMPLETED", run=run)
+    place.await_gone(place.record(run).token)
+
+
+def test_a_first_host_that_was_cut_off_follows_the_new_head_and_no_attempt_begins_twice(place: SshPlace) -> None:
     run = submit(place, epochs=400, **WITH_SPARE)
+    wait_until(lambda: newest(place, run, "node2") > 0, 30)
+    place.rack.pull_cable("node1")
+    await_attempt(place, run, 1, "node2")
+    place.rack.plug_cable("node1")
+    log = place.host_run_dir("node1", run).launcher_dir / "supervisor-0.log"
+    wait_until(lambda: "node 1's supervisor is at" in log.read_text(), 30, what=log.read_text)
+    place.rack.power_off("node3")
+    await_attempt(place, run, 2, "node2")
+    assert nodes_of(place, run, 2, "node2") == ["node2", "node1"]
+    begun = {host: [each.number for each in started(place, run, host)] for host in ("node1", "node2")}
+    assert begun == {"node1": [0], "node2": [1, 2]}
+    assert place.await_state("RUNNING", run=run)["attempt"] == 2
+    place.clusterddp("cancel", run.name)
+    assert place.await_state("CANCELLED", run=run)["attempt"] == 2
+    place.await_gone(place.record(run).token)
+
+
+def started(place: SshPlace, run: RunDir, host: str) -> list[AttemptDir]:
+    return [each for each in place.host_run_dir(host, run).attempts() if each.start.exists()]
+
+
+def test_one_host_of_three_does_not_go_on_alone(place: SshPlace) -> None:
+    soon = {'"0:05"': '"0:05", start_timeout: "0:30"'}
+    run = submit(place, epochs=400, **WITH_SPARE, **soon)
+    place.rack.power_off("node1")
+    place.rack.power_off("node2")
+    status = place.await_state("FAILED", run=run)
+    assert status["root_cause"]["error"] == (
+        "node 0 on node1 and node 1 on node2 did not come back within 30 s; 1 node is there, and min_nodes is 2; "
+        "of 3 nodes only more than half go on without the others"
+    )
+
+
+def test_with_too_few_hosts_the_run_ends_and_goes_on_elsewhere_from_the_copy_of_its_checkpoint(place: SshPlace) -> None:
+    soon = {'"0:05"': '"0:05", start_timeout: "0:30"'}
+    run = submit(place, epochs=400, **TWO_OR_ONE, **soon)
     wait_until(lambda: newest(place, run, "node2") > 0, 30)
     place.rack.power_off("node1")
     status = place.await_state("FAILED", run=run, within_s=90)

@@ -12,6 +12,7 @@ from clusterddp.network.rendezvous.client import AuthenticatedAttempt, Search
 from clusterddp.network.rendezvous.server import Server
 from clusterddp.node.head import Head
 from clusterddp.node.link import SUPERVISORS, HeadElsewhere, HeadHere, Limits, listen
+from clusterddp.node.term import Term, Terms
 from clusterddp.run.directory import RunDir
 from tests.support.handmade_runs import make_gang
 from tests.support.waiting import PATIENCE
@@ -54,6 +55,7 @@ def test_the_head_counts_a_node_whose_connection_was_killed_after_its_join(tmp_p
     here.head = Head(
         RunDir(tmp_path),
         gang,
+        terms=Terms(Term(number=0, attempt=0, restart=0, head=0, voters=((0, "", 0),)), 0),
         first_attempt=0,
         rendezvous_seed="seed",
         guard=None,
