@@ -49,8 +49,8 @@ _NOTE_WAIT_S = 60.0
 """After so long a start that waits for nodes names them."""
 _SETTLE_S = 10.0
 """How long a node must have been there, and the ranks must have run, before they are asked to stop for its sake."""
-CUT_OFF_S = 24 * 3600.0
-"""How long a node that is cut off waits for the others, which may go on without it."""
+_CUT_OFF_S = 24 * 3600.0
+"""How long a node that is cut off waits for the others."""
 _MAX_FILES, _MAX_BYTES = 5000, 100_000_000
 """Of the code of a program, which `may_look_for_file` reads."""
 
@@ -94,8 +94,6 @@ class LostHead(NamedTuple):
     loss: Loss
     end: AttemptEnd
     """How its last attempt has ended with it."""
-    timeout_s: float
-    """How long others are waited for, or another head that decides."""
 
 
 class JobWatch(Protocol):
@@ -123,9 +121,7 @@ class Head:
         run: RunDir,
         gang: Gang,
         *,
-        own: int = 0,
         terms: Terms,
-        fails_over: bool = False,
         before: LostHead | None = None,
         first_attempt: int,
         first_restart: int = 0,
@@ -136,10 +132,7 @@ class Head:
         send: Callable[[int, Message], None],
         now: float,
     ) -> None:
-        """`send` sends a node an order, by its node rank. `own`: this one; `terms`: those that it knows.
-
-        `fails_over`: another node may become the head. `before`: the head whose place this one takes.
-        """
+        """`send` sends a node an order, by its node rank. `before`: the head whose place this one takes."""
         self.exit_code: int | None = None
         """Set when the run is over and recorded, or cannot be recorded."""
         self.node_is_down = False
@@ -148,9 +141,8 @@ class Head:
         """Nodes whose links are to be given up, and why; the uplink takes them out."""
         self._run = run
         self._gang = gang
-        self._own = gang.node(own)
+        self._own = gang.node(terms.own)
         self._terms = terms
-        self._fails_over = fails_over
         self._before = before
         self._members = gang if gang.min_nodes is None else gang.of_nodes(node.node_rank for node in gang.members)
         """The gang of the attempt: the nodes that take part in it, with their ranks there."""
@@ -161,20 +153,20 @@ class Head:
         self._restarts = Restarts(
             gang, first_attempt=first_attempt, first_restart=first_restart, in_job=job is not None
         )
-        timeout_s = gang.start_timeout_s if before is None else before.timeout_s
-        self.nodes = JoinedNodes(gang, timeout_s=timeout_s, now=now, own=own)
-        if before is not None:
-            self.nodes.take_over(terms.newest, str(before.loss), now)
-        self._preflight = Preflight(gang, send)
-        self._rendezvous = Rendezvous(gang, rendezvous_seed)
         self._interface = self._own.interface or gang.interface
         """This host's; in a batch job known when its ranks have started."""
+        self.nodes = JoinedNodes(gang, timeout_s=gang.start_timeout_s, now=now, own=terms.own)
+        if before is not None:
+            self.nodes.take_over(terms.newest, str(before.loss), now)
+            self.nodes.wait_anew(now, self._patience_s(cut_off=before.loss.kind == "given_up"))
+        self._preflight = Preflight(gang, send)
+        self._rendezvous = Rendezvous(gang, rendezvous_seed)
         self._attempt: Attempt
         self._start: StartRecord
         self._copies: CopyWatch | None = None
         """On storage that all nodes share, as in a batch job, no copies are made."""
         if job is None and len({node.host for node in gang.nodes}) > 1:
-            self._copies = CopyWatch(run, gang, own, send)
+            self._copies = CopyWatch(run, gang, terms.own, send)
         self._ending: Ending | None
         """Set while the gang is being ended."""
         self._record: EndRecord | None = None
@@ -349,7 +341,7 @@ class Head:
 
     def _waits_for_term(self, attempt: Attempt, members: Iterable[int]) -> bool:
         """Return whether nodes have yet to answer who decides now."""
-        if not self._fails_over:
+        if not self._terms.fails_over:
             return False
         voters = [self.nodes.voters[node_rank] for node_rank in sorted(self.nodes.present)]
         return self._terms.wait(attempt.number, self._restarts.before(attempt), members, voters, self._send)
@@ -413,7 +405,7 @@ class Head:
             self._preflight.expect(node.node_rank, now)
         if self._copies is not None:
             self._copies.on_join(node.node_rank, report)
-        if self._fails_over and "terms" in report:
+        if self._terms.fails_over and "terms" in report:
             self._terms.learn(report["terms"])
             self._send(node.node_rank, {"kind": "terms", "terms": self._terms.written()})
             number = self._terms.next_attempt(self._attempt.number)
@@ -451,11 +443,10 @@ class Head:
             record, self._before = EndRecord(run.attempt(attempt.number - 1), self._before.end, gang.token), None
             if record.step(now) and record.is_first:
                 log_end(run, attempt.number - 1, record.end)
-        changes: dict[str, Any] = {"attempt": attempt.number, "started": True, "is_head": True}
-        if self._fails_over:
+        self._guard.update(attempt=attempt.number, started=True, is_head=True)
+        if self._terms.fails_over:
             others_suffice = self._terms.suffice(self.nodes.present - {self._own.node_rank})
-            changes["restarts_left"] = others_suffice and self._restarts.before(attempt) < gang.restarts
-        self._guard.update(**changes)
+            self._guard.update(restarts_left=others_suffice and self._restarts.before(attempt) < gang.restarts)
         log(self._run, "attempt_started", attempt=attempt.number, master_port=self._rendezvous.port)
         if facts := self._preflight.facts():
             log(self._run, "preflight", attempt=attempt.number, nodes=facts)
@@ -542,7 +533,7 @@ class Head:
         attempt.meets = self._usage.meets
         end = ending.conclude(attempt, self._run, self._rendezvous.address, self._rendezvous.port)
         restart = self._restarts.after(attempt, end, all_gone=ending.all_gone)
-        cancelled, number = is_file(self._run.cancel_file), self._next_number()
+        cancelled, number = is_file(self._run.cancel_file), self._terms.next_attempt(attempt.number + 1)
         if cancelled or (restart == "here" and not make_next_attempt(self._run, number)):
             restart = "none"
         if restart != "none":
@@ -565,14 +556,16 @@ class Head:
         self._helpers.on_end(number, end)
         self._rendezvous.close()
         if end.will_restart and not end.needs_job:
-            self._set_attempt(self._next_number())
-            cut_off = not self.decides and is_cut_off(self._interface)
-            self.nodes.wait_anew(now, CUT_OFF_S if cut_off else self._gang.start_timeout_s)
+            self._set_attempt(self._terms.next_attempt(number + 1))
+            self.nodes.wait_anew(now, self._patience_s())
         else:
             self._finish(self._exit_code(end))
 
-    def _next_number(self) -> int:
-        return self._terms.next_attempt(self._attempt.number + 1)
+    def _patience_s(self, *, cut_off: bool = False) -> float:
+        """Return how long to wait for nodes; without this one, if it is cut off, the others may go on."""
+        return (
+            _CUT_OFF_S if not self.decides and (cut_off or is_cut_off(self._interface)) else self._gang.start_timeout_s
+        )
 
     def _exit_code(self, end: AttemptEnd) -> int:
         """Return 1 for a failure; of the program of a batch script the first failure's own, which its launcher gets.

@@ -3,7 +3,7 @@
 A link is a series of connections, signed and unencrypted (connection.py); their key is the run's token. A
 `Peer` is one end of it: it numbers its messages, and sends again what the other end has not received. Node 0 has the
 head in its own process (`HeadHere`); every other node has a link to it (`HeadElsewhere`). Who loses the other may
-become the other kind (supervisor.py): its listener stays.
+become the other kind (supervisor.py).
 """
 
 from __future__ import annotations
@@ -406,10 +406,10 @@ class HeadElsewhere:
         """True while something is to be done at once, or things change within milliseconds."""
         return not self.joined or self._peer.broken
 
-    def release(self) -> socket.socket:
-        """End the search, and return the listener, for the uplink that takes this one's place."""
+    def close(self) -> None:
+        """Stop listening; another uplink takes the place of this one."""
         self._search.close()
-        return self._listener
+        self._listener.close()
 
     def report(self, message: Message) -> None:
         """Send the head a message."""
@@ -599,14 +599,15 @@ class HeadHere:
         orders, self._orders = self._orders, []
         return orders
 
-    def release(self) -> socket.socket:
-        """Give up all links, and return the listener, for the uplink that takes this one's place."""
+    def close(self) -> None:
+        """Give up all links; another uplink takes the place of this one."""
         for peer in self._peers.values():
             peer.give_up(Loss("given_up", f"node {self._own} has joined another one"))
-        return self._server.release()
+        self._server.close()
 
     def report_fatal_error(self, error: str) -> None:
         """Close all links; the other nodes then end their ranks."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # with its copies
         self._server.close()
         for peer in self._peers.values():
             peer.lose(Loss("failed", error))

@@ -51,7 +51,7 @@ from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import report_links
 from clusterddp.node.copies import Copies, newest_here
 from clusterddp.node.guard import Guard, clean_up
-from clusterddp.node.head import CUT_OFF_S, Head, JobWatch, LostHead
+from clusterddp.node.head import Head, JobWatch, LostHead
 from clusterddp.node.helpers import Helpers
 from clusterddp.node.link import (
     SUPERVISORS,
@@ -200,8 +200,8 @@ class Supervisor:
         )
         link = order.link or Link(host="", port=0)
         first = Term(number=0, attempt=order.attempt, restart=0, head=0, voters=((0, link["host"], link["port"]),))
-        self._terms = Terms(first, order.node_rank)
-        self._fails_over = order.over_ssh and order.gang.min_nodes is not None
+        fails_over = order.over_ssh and order.gang.min_nodes is not None
+        self._terms = Terms(first, order.node_rank, fails_over=fails_over)
         self._searches: dict[int, Search] = {}
         """For another head, by node rank, while that of this node may not decide."""
         self.uplink: Uplink = self._open_head(job=job) if order.is_head else self._find_head()
@@ -260,24 +260,21 @@ class Supervisor:
         address = gang.master_addr or LOOPBACK_ADDRESS
         if before is not None:  # the others know where this node listens
             address = order.node.address or address
-            gang, listener = dataclasses.replace(gang, master_addr=address), self.uplink.release()
+            gang = dataclasses.replace(gang, master_addr=address)
+            self.uplink.close()
         elif order.job is not None and order.spans_hosts:
-            listener = listen_on_walk(walk_ports(f"link:{order.job.job_id}", LINK_PORTS))
+            self._listener = listen_on_walk(walk_ports(f"link:{order.job.job_id}", LINK_PORTS))
         else:
-            listener = listen(address)
-        self._port = listener.getsockname()[1]
-        join = self._join_message(again=before is not None) | {"address": address, "port": self._port}
-        here = HeadHere(gang, self._selector, self._limits, listener=listener, join=join)
-        restart = order.first_restart if before is None else self._terms.newest.restart + 1
+            self._listener = listen(address)
+        join = self._join_message(again=before is not None) | {"address": address}
+        here = HeadHere(gang, self._selector, self._limits, listener=self._listener.dup(), join=join)
         here.head = Head(
             order.run,
             gang,
-            own=order.node_rank,
             terms=self._terms,
-            fails_over=self._fails_over,
             before=before,
             first_attempt=order.attempt if before is None else self._terms.next_attempt(),
-            first_restart=restart,
+            first_restart=order.first_restart if before is None else self._terms.newest.restart + 1,
             rendezvous_seed=f"slurm:{order.job.job_id}" if order.job else gang.token,
             job=job,
             guard=self._guard,
@@ -294,9 +291,8 @@ class Supervisor:
 
         Raises: OSError: no port is free to listen at.
         """
-        listener = listen_on_walk([0]) if self._order.spans_hosts else listen(LOOPBACK_ADDRESS)
-        self._port = listener.getsockname()[1]
-        return self._elsewhere(self._search(self._terms.newest.voters[0]), listener, probes=is_checked(self._order))
+        self._listener = listen_on_walk([0]) if self._order.spans_hosts else listen(LOOPBACK_ADDRESS)
+        return self._elsewhere(self._search(self._terms.newest.voters[0]), probes=is_checked(self._order))
 
     def _search(self, place: Voter, *, again: bool = False) -> Search:
         job, (_, host, port) = self._order.job, place
@@ -305,14 +301,14 @@ class Supervisor:
             [port] if job is None else walk_ports(f"link:{job.job_id}", LINK_PORTS),
             protocol=SUPERVISORS,
             key=self._order.gang.token,
-            introduce=lambda connection: self._join_message(again=again) | {"port": self._port},
+            introduce=lambda connection: self._join_message(again=again),
             selector=self._selector,
         )
 
     def _join_message(self, *, again: bool) -> Message:
         order = self._order
         join: Message = {"kind": "join", "node_rank": order.node_rank, "pid": os.getpid(), **self._missing}
-        join["check"] = is_checked(order) and not again
+        join |= {"port": self._listener.getsockname()[1], "check": is_checked(order) and not again}
         join |= {"again": True, "terms": self._terms.written()} if again else {}
         join |= {} if order.job is not None else {"checkpoint": newest_here(order.run)}
         if order.gang.backend == "nccl" and order.spans_hosts and not (order.gang.interface or order.over_ssh):
@@ -320,9 +316,7 @@ class Supervisor:
             join["links"] = report_links(read_links())
         return join
 
-    def _elsewhere(
-        self, search: Search, listener: socket.socket, head: int = 0, *, probes: bool = False
-    ) -> HeadElsewhere:
+    def _elsewhere(self, search: Search, head: int = 0, *, probes: bool = False) -> HeadElsewhere:
         order = self._order
         return HeadElsewhere(
             order.gang,
@@ -330,7 +324,7 @@ class Supervisor:
             search,
             self._selector,
             self._limits,
-            listener=listener,
+            listener=self._listener.dup(),
             known=order.link,
             in_job=order.job is not None,
             head=head,
@@ -372,11 +366,9 @@ class Supervisor:
     def _take_place(self, loss: Loss, now: float) -> None:
         """With no ranks left after the loss of the head, let a head of this node decide, if enough nodes join it."""
         end = self._end_by_lost_head(self._order.run.attempt(self._ranks.attempt_number), loss)
-        cut_off = loss.kind == "given_up" or is_cut_off(self._ranks.interface)
-        timeout_s = CUT_OFF_S if cut_off else self._order.gang.start_timeout_s
         log_line("this node searches another one that decides")
         self._record_at = None
-        self.uplink = self._open_head(before=LostHead(loss, dataclasses.replace(end, will_restart=True), timeout_s))
+        self.uplink = self._open_head(before=LostHead(loss, dataclasses.replace(end, will_restart=True)))
 
     def _seek(self, now: float) -> None:
         """Join another head while that of this node may not decide."""
@@ -384,9 +376,9 @@ class Supervisor:
         if not isinstance(here, HeadHere) or here.head is None or not here.head.seeks:
             self._end_searches()
             return
-        for node_rank, place in self._terms.addresses().items():
-            if node_rank not in self._searches and node_rank != own:
-                self._searches[node_rank] = self._search(place, again=True)
+        for place in (voter for term in reversed(self._terms.known) for voter in term.voters):
+            if place[0] not in (own, *self._searches):
+                self._searches[place[0]] = self._search(place, again=True)
         losses = [search.failure and search.failure.loss.kind for search in self._searches.values()]
         if losses and losses.count("refused") == len(losses):
             here.head.nodes.give_up(now)
@@ -394,10 +386,10 @@ class Supervisor:
             if (found := search.find(now)) is not None:
                 del self._searches[node_rank]
                 self._end_searches()
-                uplink = self._elsewhere(search, here.release(), node_rank)
+                here.close()
+                self.uplink = uplink = self._elsewhere(search, node_rank)
                 uplink.enter(found, now)
                 self._guard.update(is_head=False)
-                self.uplink = uplink
                 return
 
     def _end_searches(self) -> None:

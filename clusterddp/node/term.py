@@ -51,10 +51,11 @@ class Term(Written):
 class Terms:
     """The terms that a node knows: the one that all its nodes have answered, and those that were proposed since."""
 
-    def __init__(self, first: Term, own: int) -> None:
-        """`own`: the node."""
+    def __init__(self, first: Term, own: int, *, fails_over: bool) -> None:
+        """`own`: the node. `fails_over`: another one than the first may become the head."""
+        self.fails_over = fails_over
+        self.own = own
         self.known: tuple[Term, ...] = (first,)
-        self._own = own
         self._claimed = first.attempt if first.head != own else -1
         """The last attempt that another head may have begun."""
         self._awaited: set[int] = set()
@@ -78,7 +79,7 @@ class Terms:
         """
         theirs: tuple[Term, ...] = build(tuple[Term, ...], written, "terms")
         if theirs:
-            self._claimed = max([self._claimed, *(term.attempt for term in theirs if term.head != self._own)])
+            self._claimed = max([self._claimed, *(term.attempt for term in theirs if term.head != self.own)])
             answered = max(self.known[0].number, theirs[0].number)
             terms = {*self.known, *theirs}
             newer = [term for term in terms if term.number >= answered]
@@ -87,10 +88,6 @@ class Terms:
     def next_attempt(self, number: int = 0) -> int:
         """Return the number of an attempt that this node may begin as the head, `number` at least."""
         return max(number, self._claimed + 1)
-
-    def addresses(self) -> dict[int, Voter]:
-        """Return where the supervisors of the known nodes listen, by node rank."""
-        return {voter[0]: voter for term in self.known for voter in term.voters}
 
     def on_answer(self, node_rank: int, number: int) -> None:
         """Take in the answer of a node to a term that this one has proposed."""
@@ -103,17 +100,17 @@ class Terms:
             number=self.newest.number + 1,
             attempt=attempt,
             restart=restart,
-            head=self._own,
+            head=self.own,
             members=tuple(members),
             voters=tuple(voters),
         )
         if dataclasses.replace(term, number=self.newest.number) != self.newest:
             self.known = (*self.known, term)
-            self._awaited = term.nodes - {self._own}
+            self._awaited = term.nodes - {self.own}
         elif not self._awaited and len(self.known) > 1:
             self.known = (self.newest,)
         else:
             return bool(self._awaited)
-        for node_rank in sorted(term.nodes - {self._own}):
+        for node_rank in sorted(term.nodes - {self.own}):
             send(node_rank, {"kind": "terms", "terms": self.written()})
         return len(self.known) > 1

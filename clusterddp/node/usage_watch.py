@@ -107,11 +107,8 @@ class UsageWatch:
             return
         # The head asks, and answers for its own ranks, by one clock.
         there_s, here_s = node["received"] - node["asked"], node["sent"] - got
-        ahead_s, error_s = (
-            (0.0, 0.0)
-            if node_rank == self._gang.nodes[0].node_rank
-            else ((there_s + here_s) / 2, (there_s - here_s) / 2)
-        )
+        is_head = node_rank == self._gang.nodes[0].node_rank
+        ahead_s, error_s = (0.0, 0.0) if is_head else ((there_s + here_s) / 2, (there_s - here_s) / 2)
         collection.error_s = max(collection.error_s, error_s)
         for rank, each in ranks.items():
             if rank in own:

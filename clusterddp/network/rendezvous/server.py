@@ -57,13 +57,9 @@ class Acceptor:
 
     def close(self) -> None:
         """Close the listener; its port then refuses connections."""
-        self.release().close()
-
-    def release(self) -> socket.socket:
-        """Return the listener, for another use of its port."""
         if self._rests_until is None:
             self._selector.unregister(self._listener)
-        return self._listener
+        self._listener.close()
 
 
 class Refusals:
@@ -160,11 +156,6 @@ class Server:
         """Close the listener, whose port then refuses connections, and all connections that have not authenticated."""
         self._acceptor.close()
         self.close_unauthenticated()
-
-    def release(self) -> socket.socket:
-        """Return the listener, for another use of its port."""
-        self.close_unauthenticated()
-        return self._acceptor.release()
 
     def close_unauthenticated(self) -> None:
         """Close the connections that have not authenticated; the listener stays open."""

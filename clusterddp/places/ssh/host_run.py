@@ -381,8 +381,9 @@ def find_host_runs(run: RunDir, report: Report = no_report) -> list[HostRun]:
 
 def head_of(run: RunDir, attempt: AttemptDir | None = None) -> int:
     """Return the node whose supervisor is the head in an attempt, by default in the newest one that has started."""
-    if attempt is None:
-        attempt = next((each for each in reversed(run.attempts()) if each.start.exists()), None)
+    if attempt is None:  # of this start of the run, with its hosts
+        attempts = [each for each in run.attempts() if each.number >= read_run(run).base_attempt]
+        attempt = next((each for each in reversed(attempts) if each.start.exists()), None)
     return read_gang(run, attempt).nodes[0].node_rank
 
 

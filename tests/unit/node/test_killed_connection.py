@@ -55,7 +55,7 @@ def test_the_head_counts_a_node_whose_connection_was_killed_after_its_join(tmp_p
     here.head = Head(
         RunDir(tmp_path),
         gang,
-        terms=Terms(Term(number=0, attempt=0, restart=0, head=0, voters=((0, "", 0),)), 0),
+        terms=Terms(Term(number=0, attempt=0, restart=0, head=0, voters=((0, "", 0),)), 0, fails_over=False),
         first_attempt=0,
         rendezvous_seed="seed",
         guard=None,

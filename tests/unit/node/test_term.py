@@ -38,7 +38,7 @@ def test_more_than_half_decide_and_of_exactly_half_those_with_the_head(
 
 
 def test_a_term_counts_alone_once_all_its_nodes_have_answered() -> None:
-    terms, sent = Terms(term(0, 1, 2), 0), list[tuple[int, int]]()
+    terms, sent = Terms(term(0, 1, 2), 0, fails_over=True), list[tuple[int, int]]()
 
     def waits() -> bool:
         return terms.wait(1, 1, (0, 1), voters(0, 1), lambda node, message: sent.append((node, len(message["terms"]))))
@@ -56,7 +56,7 @@ def test_a_term_counts_alone_once_all_its_nodes_have_answered() -> None:
 
 
 def test_who_has_answered_another_head_tells_it() -> None:
-    old, other = Terms(term(0, 1, 2), 0), Terms(term(0, 1, 2), 2)
+    old, other = Terms(term(0, 1, 2), 0, fails_over=True), Terms(term(0, 1, 2), 2, fails_over=True)
     other.learn([term(0, 1, 2).to_json(), term(1, 2, number=2, head=1, attempt=1).to_json()])
     assert (old.next_attempt(1), other.next_attempt(1)) == (1, 2)
     old.learn(other.written())
@@ -71,7 +71,7 @@ def test_who_has_answered_another_head_tells_it() -> None:
 def test_no_attempt_begins_twice_however_hosts_lose_each_other(seed: int) -> None:
     """Groups of nodes meet at random, each led by one of them; answers get lost at random."""
     chance, size = random.Random(seed), 3 + seed % 3
-    nodes = {node: Terms(term(*range(size)), node) for node in range(size)}
+    nodes = {node: Terms(term(*range(size)), node, fails_over=True) for node in range(size)}
     begun = {0: 0}
     for _ in range(40):
         group = chance.sample(range(size), chance.randint(1, size))
