@@ -241,7 +241,7 @@ class Head:
         if report["kind"] == "missing":
             self.nodes.expect(node.node_rank, report)
         elif report["kind"] == "answered":
-            self._terms.on_answer(node.node_rank, int(report["number"]))
+            self._terms.on_answer(node.node_rank, int(report["term"]))
         elif report["kind"] == "preflight":
             self._preflight.on_report(node.node_rank, report)
         elif report["kind"] == "transport":
@@ -288,7 +288,7 @@ class Head:
                     self.gives_up |= dict.fromkeys(silent, loss)
                     self._ending.unconfirmed -= silent
                     return
-                if self._attempt.begun is not None:
+                if self._attempt.begun is not None and self.decides:  # else others may go on
                     self._ending.clean_up(self.nodes.lost)
                 self._conclude(self._ending, now)
         else:

@@ -17,7 +17,7 @@ Kinds of messages between a node and the head, by direct call on node 0, over a 
   `failed` (a RankEnd), `ended` (left: pids that cannot be killed; connected: a connection to the master was seen),
   `supervisor_ended` (node_rank, exit_code), `silent` (silent_s: without a sign of progress), `stack` (id, stack: a
   RankStack), `stacks_done` (id), `usage` (asked, received, sent; ranks: see usage_watch.py), `sending` (name, host,
-  port), `copied` (name, bytes or error: see copies.py), `answered` (number: of a term).
+  port), `copied` (name, bytes or error: see copies.py), `answered` (term: its number).
 * Orders: `start` (attempt, restart, master_addr, master_port; networks: those of NCCL's sockets; nodes: those that take
   part, where they may differ), `preflight` (seconds: measure the node again; or link: the link), `stop` (reason),
   `kill` (whole_gang), `stacks` (id), `usage` (asked, most), `send` (name), `receive` (name, host, port, prunes),
@@ -339,7 +339,7 @@ class Supervisor:
             self._guard.update(attempt=int(order["attempt"]))
         elif order["kind"] == "terms":
             self._terms.learn(order["terms"])
-            self._report({"kind": "answered", "number": order["terms"][-1]["number"]})
+            self._report({"kind": "answered", "term": order["terms"][-1]["number"]})
         elif order["kind"] == "preflight" and "seconds" in order:
             self._check.measure(float(order["seconds"]))
         self._ranks.obey(order, now)
