@@ -625,9 +625,7 @@ class HeadHere:
         assert self.head is not None
         node_rank = int(join["node_rank"])
         if node_rank < self._own and not self.head.decides:
-            self._server.refuse(
-                connection, f"node {node_rank} comes before node {self._own}, which decides nothing", now
-            )
+            self._server.refuse(connection, f"node {node_rank} comes first, and this one decides nothing", now)
             return
         if join.get("again") and (before := self._peers.pop(node_rank, None)) is not None:
             before.lose(LINK_LOST)  # found first at its other end

@@ -367,7 +367,6 @@ class Supervisor:
         """With no ranks left after the loss of the head, let a head of this node decide, if enough nodes join it."""
         end = self._end_by_lost_head(self._order.run.attempt(self._ranks.attempt_number), loss)
         log_line("this node searches another one that decides")
-        self._record_at = None
         self.uplink = self._open_head(before=LostHead(loss, dataclasses.replace(end, will_restart=True)))
 
     def _seek(self, now: float) -> None:
