@@ -97,7 +97,9 @@ def test_what_is_no_address_is_left_out() -> None:
 def test_a_user_s_own_choice_for_nccl_stands(tmp_path) -> None:
     text = "name: a\nlauncher: slurm\nresources: {nodes: 2, gpus_per_node: 1}\nenv: {NCCL_SOCKET_IFNAME: eth7}\n"
     gang = dataclasses.replace(plan_text(text, tmp_path, environ={}).gang, master_addr="10.0.0.11", interface="eno1")
-    network = find_rank_network(gang, gang.nodes[0], {"networks": ["10.1.0.0/16"]}, at(11, MGMT, IB0))
+    network = find_rank_network(
+        gang, gang.nodes[0], {"master_addr": "10.0.0.11", "networks": ["10.1.0.0/16"]}, at(11, MGMT, IB0)
+    )
     variables = network.gang.variables_of(0, run_dir="/r", attempt=0, master_port=1)
     assert variables["NCCL_SOCKET_IFNAME"].value == "eth7"
 
