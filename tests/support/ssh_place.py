@@ -17,7 +17,7 @@ from typing import Any
 from clusterddp.ranks.environment import COOKIE
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import list_runs
-from tests.support.person import Person
+from tests.support.person import Person, state_of
 from tests.support.waiting import PATIENCE, wait_until
 from tests.testbed.plan import HEAD
 from tests.testbed.rack import Rack
@@ -94,6 +94,8 @@ class SshPlace(Person):
                     os.kill(process.pid, signal.SIGKILL)
         for node in self.rack.plan.nodes:
             shutil.rmtree(self.rack.outside(node, self.rack.home(node) / ".clusterddp" / "runs"), ignore_errors=True)
+        # The next test's hosts have the same names, and one that is marked is taken last.
+        (state_of(self.rack) / "clusterddp" / "nodes.json").unlink(missing_ok=True)
         shutil.rmtree(self.path)
 
 
