@@ -76,6 +76,13 @@ class Selector:
     def selects(self) -> bool:
         return bool(self.states or self.spec_name is not None or self.older_than_s is not None)
 
+    def takes(self, candidate: Candidate) -> bool:
+        return (
+            (not self.states or candidate.view.state.value in self.states)
+            and self.spec_name in (None, candidate.record.name)
+            and (self.older_than_s is None or time.time() - candidate.ended >= self.older_than_s)
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RemovalOptions:
@@ -193,7 +200,7 @@ class Removal:
         runs = {run.path: run for run in (named if names else list_runs(self.runs_dir))}
         explicit = bool(names) and not selector.selects
         found = self._ended(list(runs.values()), explicit=explicit)
-        self.candidates = [candidate for candidate in found if _matches(candidate, selector)]
+        self.candidates = [candidate for candidate in found if selector.takes(candidate)]
         self._refuse_left_over()
         chosen = {candidate.run.path for candidate in self.candidates}
         for folder in dict.fromkeys(path.parent for path in chosen):
@@ -279,15 +286,6 @@ class Removal:
             self.refused[name] = UsageError(
                 f"{name} has ended, and {count} of its processes are alive here", hint=f"clusterddp gc {name} ends them"
             )
-
-
-def _matches(candidate: Candidate, selector: Selector) -> bool:
-    now = time.time()
-    return (
-        (not selector.states or candidate.view.state.value in selector.states)
-        and (selector.spec_name is None or candidate.record.name == selector.spec_name)
-        and (selector.older_than_s is None or now - candidate.ended >= selector.older_than_s)
-    )
 
 
 def _read_settled(run: RunDir, record: RunRecord) -> tuple[RunView, tuple[object, ...]]:

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from clusterddp.cli.arguments import RunName, address, collected, command, output_option, run_argument, runs_option
+from clusterddp.cli.arguments import RunName, address, command, output_option, run_argument, runs_option
 from clusterddp.cli.list_ import Selection, select_runs
 from clusterddp.cli.login import works_at_login
 from clusterddp.cli.terminal import Terminal, columns_of, confirm, put_json, say, say_error, say_note
@@ -42,7 +41,6 @@ from clusterddp.system.files import read_json
 from clusterddp.view.printable import printable
 
 if TYPE_CHECKING:
-    from clusterddp.view.logs import LogQuery
     from clusterddp.view.status import RunStatus
 
 
@@ -78,34 +76,6 @@ def status(terminal: Terminal, *, name: str, all_ranks: bool, watch: bool, outpu
     return PreflightError.exit_code if is_unknown(run, state.state) else 0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LogOptions:
-    """Which lines `logs` shows."""
-
-    attempt: int | None
-    tail_lines: int | None
-    since: str | None
-    grep: str | None
-    timestamps: bool
-    no_fold: bool
-
-    def query(self, *, timestamps: bool) -> LogQuery:
-        """Return them as a query; `timestamps`: with times, also where the user does not ask for them.
-
-        Raises: UsageError: --since or --grep is not understood.
-        """
-        from clusterddp.view.logs import LogQuery, parse_pattern, parse_since
-
-        return LogQuery(
-            attempt=self.attempt,
-            tail_lines=self.tail_lines,
-            since=None if self.since is None else parse_since(self.since, now=time.time()),
-            matches=None if self.grep is None else parse_pattern(self.grep),
-            timestamps=self.timestamps or timestamps,
-            folds=not self.no_fold,
-        )
-
-
 @command("logs")
 @works_at_login
 @run_argument()
@@ -121,7 +91,6 @@ class LogOptions:
 @click.option("--raw", is_flag=True, help="Do not escape control characters on a terminal.")
 @output_option
 @runs_option
-@collected("log_options", LogOptions)
 @click.pass_obj
 def logs(
     terminal: Terminal,
@@ -129,8 +98,13 @@ def logs(
     name: str,
     ranks: str | None,
     follow: bool,
+    attempt: int | None,
     step: str | None,
-    log_options: LogOptions,
+    tail_lines: int | None,
+    since: str | None,
+    grep: str | None,
+    timestamps: bool,
+    no_fold: bool,
     raw: bool,
     output: str,
     runs_dir: Path,
@@ -141,8 +115,17 @@ def logs(
     files are RUN/attempts/N/logs/rank-000.out and .err; times are exact to 5 seconds. With -o json each line is an
     object with its ranks, host, time and text.
     """
+    from clusterddp.view.logs import LogQuery, parse_pattern, parse_since
+
     as_json = output == "json"
-    query = log_options.query(timestamps=as_json)
+    query = LogQuery(
+        attempt=attempt,
+        tail_lines=tail_lines,
+        since=None if since is None else parse_since(since, now=time.time()),
+        matches=None if grep is None else parse_pattern(grep),
+        timestamps=timestamps or as_json,
+        folds=not no_fold,
+    )
     run = _step_of(find_run(runs_dir, name), step, ranks, query.attempt)
     escape = False if raw else None
     ranks = ranks or "0"

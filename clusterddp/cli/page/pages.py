@@ -24,9 +24,10 @@ from clusterddp.cli.page.drawing import (
     section,
     table,
 )
-from clusterddp.cli.terminal import duration, rank_span
+from clusterddp.cli.terminal import duration
 from clusterddp.cli.text.compare import number_text, result_texts
 from clusterddp.cli.text.status import checkpoint_text, measures, short_progress, usage_texts
+from clusterddp.ranks.environment import spell_ranks
 from clusterddp.system.units import format_count
 from clusterddp.view.background import FileDiff
 from clusterddp.view.effective import PARTS
@@ -185,7 +186,7 @@ def _charts(reports: Sequence[RunReport], limits: Limits) -> Html | None:
     if not shown:
         return None
     points = max(4, min(400, limits.points // sum(len(series[key]) for key in shown)))
-    notes = [note for report in drawn for note in (_sampled(report), *_not_finite(report))]
+    notes = [note for report in drawn for note in _notes_of(report)]
     notes += [f"{format_count(len(keys) - len(shown), 'more key')} not drawn"] if len(keys) > len(shown) else []
     return section(
         "Curves",
@@ -194,26 +195,22 @@ def _charts(reports: Sequence[RunReport], limits: Limits) -> Html | None:
         ),
         _more(len(reports), len(drawn)),
         el("div", *(chart(at, key, series[key], points) for at, key in enumerate(shown)), class_="charts"),
-        *(el("p", note, class_="soft") for note in notes[:40] if note),
+        *(el("p", note, class_="soft") for note in notes[:40]),
     )
 
 
-def _not_finite(report: RunReport) -> list[str]:
-    return [
-        f"{report.status.run}: {curve.key} ({curve.kind}) is not a finite number at step {curve.not_finite:.0f}"
-        for curve in report.curves.curves.values()
+def _notes_of(report: RunReport) -> list[str]:
+    """Write what the curves of a run do not show."""
+    curves, run = report.curves, report.status.run
+    notes = [
+        f"{run}: {curve.key} ({curve.kind}) is not a finite number at step {curve.not_finite:.0f}"
+        for curve in curves.curves.values()
         if curve.not_finite is not None
     ]
-
-
-def _sampled(report: RunReport) -> str:
-    curves = report.curves
-    if curves.read_rows >= curves.total_rows:
-        return ""
-    return (
-        f"{report.status.run}: the curves are drawn from {curves.read_rows:,} of {curves.total_rows:,} rows: "
-        "every evaluation and a sample of the others"
-    )
+    if curves.read_rows < curves.total_rows:
+        read = f"{curves.read_rows:,} of {curves.total_rows:,} rows"
+        notes.insert(0, f"{run}: the curves are drawn from {read}: every evaluation and a sample of the others")
+    return notes
 
 
 def _more(count: int, shown: int) -> Html | None:
@@ -331,7 +328,7 @@ def _ranks_table(report: RunReport, most: int) -> Html | None:
         folds.setdefault(key, []).append(rank)
     rows: list[list[Child]] = [
         [
-            _numbers([rank.rank for rank in fold]),
+            cut(spell_ranks(rank.rank for rank in fold), 60),
             fold[0].node_rank,
             fold[0].host,
             _state(fold[0].state),
@@ -343,11 +340,6 @@ def _ranks_table(report: RunReport, most: int) -> Html | None:
     ]
     head = ["rank", "node", "host", "state", "exit code", "interface", *usage.values()]
     return table(head, rows, caption="Ranks of the newest attempt") if rows else None
-
-
-def _numbers(ranks: Sequence[int]) -> str:
-    is_span = len(ranks) > 1 and ranks[-1] - ranks[0] == len(ranks) - 1
-    return rank_span(ranks) if is_span or len(ranks) == 1 else cut(", ".join(map(str, ranks)), 60)
 
 
 def _background_parts(report: RunReport, most: int) -> list[Html | None]:

@@ -8,7 +8,7 @@ import json
 import shlex
 import sys
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -324,17 +324,12 @@ def _code(plan: Plan) -> str:
     if not snapshot:
         return "no snapshot: it runs from its own place" if plan.spec.get("entry") else "the trainer of clusterddp"
     size, files = format_bytes(snapshot["bytes"]), format_count(snapshot["files"], "file")
-    return f"snapshot of {_near(snapshot['root'], plan)}: {files}, {size}{_beside(plan, snapshot)}"
-
-
-def _beside(plan: Plan, snapshot: Mapping[str, Any]) -> str:
-    """Write what the snapshot does not contain of what lies beside the code."""
-    ignored = snapshot.get("ignored", ())  # a plan of an older version does not have it
+    text = f"snapshot of {_near(snapshot['root'], plan)}: {files}, {size}"
     if snapshot.get("left_out"):
-        return f"; left out: {snapshot['left_out']}"
-    if not ignored or not plan.spec.get("entry"):
-        return ""
-    return f"; {'links to' if plan.has_own_code else 'without'} {few(ignored)}"
+        return f"{text}; left out: {snapshot['left_out']}"
+    if not snapshot["ignored"] or not plan.spec.get("entry"):
+        return text
+    return f"{text}; {'links to' if plan.has_own_code else 'without'} {few(snapshot['ignored'])}"
 
 
 def _time_facts(plan: Plan) -> list[tuple[str, str]]:
