@@ -16,7 +16,7 @@ from clusterddp.errors import RunNotFoundError, UsageError
 if TYPE_CHECKING:
     from clusterddp.importing.reading import Kind
 
-_KINDS = click.Choice(["slurm", "gluoncv", "hostfile", "env"])
+_KINDS = click.Choice(["slurm", "gluoncv", "accelerate", "hostfile", "env"])
 
 
 @command("import")
@@ -45,9 +45,9 @@ def import_(
 ) -> None:
     """Write a spec from files of other launchers, or of what a batch script has run; nothing is executed.
 
-    FILE: a Slurm batch script of plain lines, GluonCV's DDP_CONFIG, a hostfile (DeepSpeed, Horovod, mpirun), a
-    .deepspeed_env. RUN: a run of a batch script, of which a step becomes a spec. What the spec cannot express is listed
-    with its line and the reason, also in the spec's comments.
+    FILE: a Slurm batch script of plain lines, GluonCV's DDP_CONFIG, an Accelerate config, a hostfile (DeepSpeed,
+    Horovod, mpirun), a .deepspeed_env. RUN: a run of a batch script, of which a step becomes a spec. What the spec
+    cannot express is listed with its line and the reason, also in the spec's comments.
 
     \b
     clusterddp import train.slurm > job.yaml

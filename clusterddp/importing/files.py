@@ -1,14 +1,15 @@
 """The result of reading a file (values for the spec, and what it cannot express), and the readers of small files.
 
-Those are hostfiles, .deepspeed_env, and the config of GluonCV. They are data: nothing is executed.
-Source: gluoncv/torch/engine/launch.py and config/config.py of GluonCV 0.11, whose WORLD_SIZE counts machines and whose
+Those are hostfiles, .deepspeed_env, and the configs of Accelerate and of GluonCV. They are data: nothing is executed.
+Sources: accelerate/commands/config/config_args.py and commands/launch.py of accelerate 1.x;
+gluoncv/torch/engine/launch.py and config/config.py of GluonCV 0.11, whose WORLD_SIZE counts machines and whose
 GPU_WORLD_SIZE, GPU_WORLD_RANK and GPU are overwritten when a training starts.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -95,9 +96,21 @@ def set_variable(name: str, value: Word, findings: Findings, line: int | None, *
     return True
 
 
+ACCELERATE_MARKS = frozenset({"compute_environment", "distributed_type"})
 GLUON_SECTION = "DDP_CONFIG"
 _WORDS = dict.fromkeys(("true", "yes", "on"), True) | dict.fromkeys(("false", "no", "off"), False)
 _INT = re.compile(r"[-+]?(0|[1-9][0-9]{0,17})")
+_PLAIN = frozenset({"NO", "MULTI_GPU", "MULTI_CPU"})
+_SHARDING_KINDS = frozenset({"FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"})
+_SHARDING = ("fsdp_config", "deepspeed_config", "megatron_lm_config", "parallelism_config", "tp_config")
+DEEPSPEED_MARK = "zero_optimization"
+_RENDEZVOUS = ("machine_rank", "rdzv_backend", "rdzv_conf", "same_network", "main_process_port", "monitor_interval")
+_SWITCHES = {
+    "mixed_precision": "ACCELERATE_MIXED_PRECISION",
+    "gradient_accumulation_steps": "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+}
+_USUAL: tuple[object, ...] = ("LOCAL_MACHINE", "all", "no", "main", False, None, [])
+"""Values of other keys that `accelerate config` writes by default."""
 _GLUON_SCRIPT = "train_ddp_pytorch.py"
 _GLUON_FINDS = ("WORLD_RANK", "GPU_WORLD_RANK", "GPU")
 
@@ -146,6 +159,84 @@ def read_values(node: tree.Node) -> Any:
     if _INT.fullmatch(node.text):
         return int(node.text)
     return _WORDS.get(node.text.lower(), node.text)
+
+
+def read_accelerate_config(data: dict[str, Any], findings: Findings) -> None:
+    """Read a config file of `accelerate config` into `findings`.
+
+    Raises: UsageError: it shards the model, or a number is wrong.
+    """
+    config = Section(data, findings)
+    refuse_sharding(data, findings.source)
+    nodes = config.take_count("num_machines") or 1
+    _set_accelerate_sizes(config, nodes, findings)
+    _set_accelerate_hosts(config, nodes, findings)
+    _set_accelerate_variables(config, findings)
+    for key in _RENDEZVOUS:
+        if (value := config.take(key)) is not None:
+            config.lose(key, value, "the ranks find each other by clusterddp's own rendezvous", fate="ours")
+    config.lose_rest(usual=_USUAL)
+    findings.set("entry.script", "train.py")
+    findings.lose("entry.script", "the file names no script: write yours in place of train.py")
+
+
+def refuse_sharding(data: Mapping[str, Any], source: str) -> None:
+    """Refuse a config of FSDP, DeepSpeed, ...: a spec has only sizes, and its ranks would train by plain DDP.
+
+    Raises: UsageError: it is one.
+    """
+    kind = str(data.get("distributed_type")).upper()
+    if DEEPSPEED_MARK in data:
+        found, hint = f"it has {DEEPSPEED_MARK}", f"entry: {{script: train.py, args: [--deepspeed_config, {source}]}}"
+    elif kind in _SHARDING_KINDS or any(map(data.get, _SHARDING)):
+        found = f"distributed_type is {kind}"
+        if kind not in _SHARDING_KINDS:
+            found = f"it has {next(filter(data.get, _SHARDING))}"
+        hint = (
+            f"entry: {{command: [accelerate, launch, --config_file, {source}, --num_machines, '{{num_nodes}}', "
+            "--machine_rank, '{node_rank}', --main_process_ip, '{master_addr}', --main_process_port, '{master_port}', "
+            "train.py], owns_ranks: true}"
+        )
+    else:
+        return
+    why = "the model is sharded, a spec has no key for that, and its ranks would train by plain DDP"
+    raise UsageError(f"{source}: {found}: {why}", hint=f"the script or its launcher reads the file: {hint}")
+
+
+def _set_accelerate_sizes(config: Section, nodes: int, findings: Findings) -> None:
+    total = config.take_count("num_processes") or nodes
+    kind = str(config.take("distributed_type") or "NO").upper()
+    on_cpu = bool(config.take("use_cpu")) or kind == "MULTI_CPU"
+    findings.set("resources.nodes", nodes)
+    per_node = max(1, total // nodes)
+    findings.set("resources.procs_per_node" if on_cpu else "resources.gpus_per_node", per_node)
+    if total % nodes:
+        config.lose("num_processes", total, f"does not divide by {nodes} machines: {per_node} on each")
+    if on_cpu:
+        findings.set("device", "cpu")
+        findings.set("env.ACCELERATE_USE_CPU", "true")
+    if kind not in _PLAIN:
+        config.lose("distributed_type", kind, "a spec starts DDP ranks; the script has to set this up itself")
+
+
+def _set_accelerate_hosts(config: Section, nodes: int, findings: Findings) -> None:
+    master = config.take("main_process_ip")
+    if nodes > 1:
+        findings.set("launcher", "ssh")
+        findings.set("ssh.hosts", [str(master or "host0"), f"host[1-{nodes - 1}]"])
+        named = "one" if master else "none"
+        config.lose("main_process_ip", master, f"the file names {named} of {nodes} machines: write them into ssh.hosts")
+    elif master:
+        config.lose("main_process_ip", master, "clusterddp finds the address", fate="ours")
+
+
+def _set_accelerate_variables(config: Section, findings: Findings) -> None:
+    for key, variable in _SWITCHES.items():
+        value = config.take(key)
+        if value not in (None, False, "no", 1):  # YAML reads a bare `no` as false
+            findings.set(f"env.{variable}", str(value))
+    if config.take("debug"):
+        findings.set("env.ACCELERATE_DEBUG_MODE", "true")
 
 
 def read_gluon_config(data: dict[str, Any], findings: Findings) -> None:
@@ -253,8 +344,9 @@ class Section:
         shown = "..." if is_secret(key, str(value)) else value
         self._findings.lose(f"{self._prefix}{key}: {shown}", why, fate=fate)
 
-    def lose_rest(self) -> None:
-        """List what is left."""
+    def lose_rest(self, *, usual: Sequence[object] = ()) -> None:
+        """List what is left, without the values that are `usual`."""
         for key, value in self._values.items():
-            self.lose(str(key), value, "a spec has no key for it")
+            if value not in usual:
+                self.lose(str(key), value, "a spec has no key for it")
         self._values.clear()

@@ -11,10 +11,13 @@ from typing import Literal, get_args
 
 from clusterddp.errors import SpecError, UsageError
 from clusterddp.importing.files import (
+    ACCELERATE_MARKS,
+    DEEPSPEED_MARK,
     GLUON_SECTION,
     Fate,
     Findings,
     Left,
+    read_accelerate_config,
     read_env_file,
     read_gluon_config,
     read_hosts,
@@ -29,7 +32,7 @@ from clusterddp.spec.secret_values import hide_in_text
 from clusterddp.spec.tree import decode, escape, read_bytes
 from clusterddp.spec.yamlfile import parse, spec_yaml
 
-Kind = Literal["slurm", "gluoncv", "hostfile", "env"]
+Kind = Literal["slurm", "gluoncv", "accelerate", "hostfile", "env"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 MAX_SCRIPT = 250_000
 """Characters of a batch script; a file of another kind has at most 1 MB."""
@@ -40,13 +43,6 @@ HEADINGS: dict[Fate, str] = {
     "before": "To do before you submit, in the shell that submits",
     "ours": "Left out because clusterddp does it",
 }
-_OF_A_LAUNCHER = re.compile(r'^(?:compute_environment|distributed_type)\s*:|"zero_optimization"\s*:', re.MULTILINE)
-_WITH_ITS_LAUNCHER = (
-    "its script or launcher reads it: entry: {{script: train.py, args: [--deepspeed_config, {path}]}}, or entry: "
-    "{{command: [accelerate, launch, --config_file, {path}, --num_machines, '{{num_nodes}}', --machine_rank, "
-    "'{{node_rank}}', --main_process_ip, '{{master_addr}}', --main_process_port, '{{master_port}}', train.py], "
-    "owns_ranks: true}}"
-)
 _MAX_SHOWN = 160
 _MAX_PROBLEMS = 5
 
@@ -128,15 +124,16 @@ def _read(path: Path, kind: Kind | None) -> Findings:
     elif kind == "env":
         read_env_file(text, findings)
     else:
+        data = read_values(parse(text, str(path)))
         findings.set("name", spec_name(path.stem))
-        read_gluon_config(read_values(parse(text, str(path))), findings)
+        (read_gluon_config if kind == "gluoncv" else read_accelerate_config)(data, findings)
     return findings
 
 
 def _kind_of(path: Path, text: str) -> Kind:
     """Return the kind of a file by its marks; never guess.
 
-    Raises: UsageError: it has none of them, or its launcher has to read it.
+    Raises: UsageError: it has none of them.
     """
     if re.search(r"^#SBATCH\b", text, re.MULTILINE):
         return "slurm"
@@ -144,11 +141,8 @@ def _kind_of(path: Path, text: str) -> Kind:
         return "env"
     if re.search(rf"^{GLUON_SECTION}\s*:", text, re.MULTILINE):
         return "gluoncv"
-    if found := _OF_A_LAUNCHER.search(text):
-        raise UsageError(
-            f"{path}: has {found[0]} a config of Accelerate or DeepSpeed, which may shard the model; a spec is DDP",
-            hint=_WITH_ITS_LAUNCHER.format(path=path),
-        )
+    if re.search(rf'^(?:{"|".join(ACCELERATE_MARKS)})\s*:|"{DEEPSPEED_MARK}"\s*:', text, re.MULTILINE):
+        return "accelerate"
     lines = [line.partition("#")[0].strip() for line in text.splitlines()]
     lines = [line for line in lines if line]
     if lines and all(re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*=.*", line) for line in lines):

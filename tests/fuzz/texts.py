@@ -230,17 +230,22 @@ def imported(root: Path) -> Target:
         "export A=1 B='x y'\nN=\"${SLURM_NNODES:-2}\"\nmodule load cuda\nset -e\n"
         "A=2 srun torchrun --nproc_per_node 4 --nnodes $SLURM_NNODES train.py \\\n --lr 0.1 > log 2>&1\n"
     )
+    accelerate = (
+        "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_GPU\nnum_machines: 2\nnum_processes: 8\n"
+        "main_process_port: 29500\n"
+    )
     gluon = (
         "DDP_CONFIG:\n  AUTO_RANK_MATCH: True\n  WORLD_SIZE: 2\n  WORLD_RANK: 0\n"
         "  WOLRD_URLS: ['10.0.0.1', '10.0.0.2']\nCONFIG:\n  TRAIN:\n    EPOCH_NUM: 3\n"
     )
     files = {
         "train.slurm": batch,
+        "accelerate.yaml": accelerate,
         "gluon.yaml": gluon,
         "hostfile": "a slots=4\nb slots=4\n",
     }
     files[".deepspeed_env"] = "NCCL_DEBUG=INFO\nHF_TOKEN=hunter2\n"
-    kinds = {"train.slurm": "slurm", "gluon.yaml": "gluoncv", "hostfile": "hostfile"}
+    kinds = {"train.slurm": "slurm", "accelerate.yaml": "accelerate", "gluon.yaml": "gluoncv", "hostfile": "hostfile"}
 
     def read(name: str, data: bytes, rng: random.Random) -> None:
         path = root / "work" / name

@@ -19,23 +19,23 @@ from clusterddp.spec.secret_values import is_secret
 
 HEAD = "#!/bin/bash\n#SBATCH -N 1\n"
 TRAIN = "srun python train.py\n"
-GLUON = "DDP_CONFIG: {WORLD_SIZE: 2}\n"
+ACCELERATE = "compute_environment: LOCAL_MACHINE\n"
 SECONDS = 10
 """Of the processor: the files that are refused here were busy for minutes, or took all memory."""
 
 
 def bomb(levels: int = 9) -> str:
     lines = [f"a{level}: &a{level} [{', '.join([f'*a{level - 1}'] * 9)}]" for level in range(1, levels)]
-    return "\n".join([GLUON + "a0: &a0 [x, x, x, x, x, x, x, x, x]", *lines])
+    return "\n".join([ACCELERATE + "a0: &a0 [x, x, x, x, x, x, x, x, x]", *lines])
 
 
 @pytest.mark.parametrize(
     ("name", "text", "words"),
     [
         ("config.yaml", bomb(), "anchors (&a0) are not allowed"),
-        ("config.yaml", "DDP_CONFIG: {WORLD_SIZE: 99999999}", "WORLD_SIZE is 99999999, expected at most 65,536"),
-        ("config.yaml", GLUON + "a: 1\na: 2\n", 'duplicate key "a"'),
-        ("config.yaml", GLUON + "x" * 1_000_000, "is larger than 1 MB, expected a file of another launcher"),
+        ("config.yaml", ACCELERATE + "num_machines: 99999999", "num_machines is 99999999, expected at most 65,536"),
+        ("config.yaml", ACCELERATE + "a: 1\na: 2\n", 'duplicate key "a"'),
+        ("config.yaml", ACCELERATE + "x" * 1_000_000, "is larger than 1 MB, expected a file of another launcher"),
         ("ddp.yaml", "DDP_CONFIG: {WOLRD_URLS: 5}", "DDP_CONFIG.WOLRD_URLS is 5, expected a list"),
         ("t.slurm", HEAD + "#" * MAX_SCRIPT, "is larger than 250,000 characters, expected a batch script"),
     ],

@@ -1,4 +1,4 @@
-"""The config of GluonCV, hostfiles and .deepspeed_env as specs; and the command that writes them."""
+"""Configs of GluonCV and Accelerate, hostfiles and .deepspeed_env as specs; and the command that writes them."""
 
 from __future__ import annotations
 
@@ -88,20 +88,36 @@ def test_one_machine_of_gluons_needs_no_list(tmp_path: Path) -> None:
     assert [host.host for host in spec.ssh.hosts] == ["127.0.0.1"]
 
 
+def test_sizes_and_precision_of_accelerate_are_imported(tmp_path: Path) -> None:
+    spec = job(tmp_path, "acc.yaml", ACCELERATE)
+    assert (spec.resources.nodes, spec.resources.gpus_per_node) == (2, 8)
+    assert dict(spec.env) == {"ACCELERATE_MIXED_PRECISION": "bf16"}
+
+
+def test_what_an_accelerate_config_lacks_is_listed(tmp_path: Path) -> None:
+    found = written(tmp_path, "acc.yaml", ACCELERATE + "fsdp_config: {}\ndynamo_config: {a: 1}\n")
+    lost = {each.text.partition(":")[0] for each in found.left if each.fate == "lost"}
+    assert lost == {"main_process_ip", "fsdp_config", "dynamo_config", "entry.script"}
+
+
 @pytest.mark.parametrize(
     ("text", "what"),
     [
-        (ACCELERATE, "compute_environment:"),
-        (ACCELERATE.replace("compute_environment: LOCAL_MACHINE\n", ""), "distributed_type:"),
-        ('{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 3}\n}\n', '"zero_optimization":'),
+        (ACCELERATE.replace("MULTI_GPU", "FSDP"), "distributed_type is FSDP"),
+        (ACCELERATE.replace("MULTI_GPU", "DEEPSPEED"), "distributed_type is DEEPSPEED"),
+        (ACCELERATE.replace("MULTI_GPU", "MEGATRON_LM"), "distributed_type is MEGATRON_LM"),
+        (ACCELERATE + "fsdp_config: {fsdp_version: 2}\n", "it has fsdp_config"),
+        (ACCELERATE + "deepspeed_config: {zero_stage: 3}\n", "it has deepspeed_config"),
+        (ACCELERATE + "parallelism_config: {parallelism_config_tp_size: 2}\n", "it has parallelism_config"),
+        ('{\n  "train_batch_size": 8,\n  "zero_optimization": {"stage": 3}\n}\n', "it has zero_optimization"),
     ],
 )
-def test_a_config_that_may_shard_the_model_never_becomes_plain_ddp(tmp_path: Path, text: str, what: str) -> None:
+def test_a_config_that_shards_the_model_never_becomes_plain_ddp(tmp_path: Path, text: str, what: str) -> None:
     with pytest.raises(UsageError) as caught:
         written(tmp_path, "fsdp.yaml", text)
-    assert f"fsdp.yaml: has {what} a config of Accelerate or DeepSpeed" in caught.value.message
-    assert f"[accelerate, launch, --config_file, {tmp_path / 'fsdp.yaml'}, " in str(caught.value.hint)
-    assert "--machine_rank, '{node_rank}', " in str(caught.value.hint)
+    assert f"fsdp.yaml: {what}: " in caught.value.message
+    how = "args: [--deepspeed_config, " if "zero" in what else "[accelerate, launch, --config_file, "
+    assert how in str(caught.value.hint)
 
 
 def test_a_hostfile_and_deepspeeds_variables_make_one_spec(tmp_path: Path) -> None:
@@ -129,7 +145,7 @@ def test_a_wrong_line_of_a_hostfile_is_shown_with_its_place(tmp_path: Path) -> N
 def test_a_file_of_an_unknown_kind_is_refused_unless_its_kind_is_named(tmp_path: Path) -> None:
     with pytest.raises(UsageError) as caught:
         written(tmp_path, "hosts", "a\nb\n")
-    assert caught.value.hint == "--from names its kind: slurm, gluoncv, hostfile, env"
+    assert caught.value.hint == "--from names its kind: slurm, gluoncv, accelerate, hostfile, env"
     assert len(written(tmp_path, "hosts", "a\nb\n", kind="hostfile").resolved.job.ssh.hosts) == 2
 
 
