@@ -196,7 +196,7 @@ def plan_options(function: _F) -> _F:
 
 def hold_option(function: _F) -> _F:
     """Declare `--in HOLD`, a field of `StartOptions`."""
-    help_text = "Start it in the job that clusterddp hold keeps, after the runs there."
+    help_text = "Start it on the machines that clusterddp hold keeps."
     return click.option("--in", "hold", metavar="HOLD", type=RunName(), help=help_text)(function)
 
 

@@ -51,6 +51,7 @@ from clusterddp.errors import PreflightError, RunNotFoundError, UsageError
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run, is_run
 from clusterddp.run.gang import Gang
+from clusterddp.run.record import read_run
 from clusterddp.run.seal import mark_of
 from clusterddp.run.steps import is_batch_script, read_batch_script
 from clusterddp.run.sweep import find_sweep
@@ -116,12 +117,12 @@ def submit(
     clusterddp submit job.yaml --cpu -n                       what would happen
     clusterddp submit job.yaml --smoke-test                   all ranks here, for one step
     clusterddp submit job.yaml --hosts gpu01,gpu02            on two machines that ssh reaches
-    clusterddp submit job.yaml --in calm-fox-7                in the job that clusterddp hold keeps
+    clusterddp submit job.yaml --in calm-fox-7                on the machines that clusterddp hold keeps
     run=$(clusterddp submit job.yaml)                         stdout carries the run's name
     """
     from clusterddp.spec.sweep import load_sweep
 
-    place = _placed_in_hold(place, smoke_test=smoke_test) if options.hold else place
+    place = _placed_in_hold(place, options, smoke_test=smoke_test) if options.hold else place
 
     if is_run(spec, options.runs_dir):
         if smoke_test or sweep:
@@ -150,11 +151,16 @@ def submit(
     return _start(read, terminal, options, smoke_test=smoke_test)
 
 
-def _placed_in_hold(place: Place, *, smoke_test: bool) -> Place:
-    """Return where a run in a hold is started, which is on Slurm, whatever its spec says."""
+def _placed_in_hold(place: Place, options: StartOptions, *, smoke_test: bool) -> Place:
+    """Return where a run in a hold is started: by the launcher of the hold, whatever its spec says."""
     if smoke_test:
-        raise click.UsageError("--smoke-test starts all ranks on this machine, and --in names a job elsewhere")
-    return place if place.flags.get("launcher") else dataclasses.replace(place, launcher="slurm")
+        raise click.UsageError("--smoke-test starts all ranks on this machine, and --in names a hold")
+    if place.flags.get("launcher"):
+        return place
+    launcher = "slurm"  # of a hold that a login node knows
+    with contextlib.suppress(RunNotFoundError):
+        launcher = read_run(find_run(options.runs_dir, options.hold or "")).launcher
+    return dataclasses.replace(place, launcher=launcher)
 
 
 def _start(read: SweepSpec, terminal: Terminal, options: StartOptions, *, smoke_test: bool) -> int:
@@ -303,10 +309,11 @@ def hold(
     options: StartOptions,
     profile: str | None,
 ) -> int:
-    """Keep the machines of a spec: a Slurm job that starts no ranks, in which submit --in starts runs in seconds.
+    """Keep the machines of a spec, on which submit --in starts runs in seconds.
 
-    Runs in a hold come one after another. A run has the time that is left to the hold, and is asked to stop before its
-    end. cancel RUN leaves the hold as it is; cancel HOLD ends both, with --save at a checkpoint of the run.
+    On Slurm it is a job in which runs come one after another; elsewhere a run that finds too few GPUs free in it is
+    refused. A run has the time that is left to the hold, and is asked to stop before its end. cancel RUN leaves the
+    hold as it is; cancel HOLD ends both, with --save at a checkpoint of the run.
 
     \b
     clusterddp hold job.yaml --for 2h              prints the name of the hold
@@ -425,12 +432,14 @@ def _plan(
     trial: Trial | None = None,
     submission: bytes | None = None,
 ) -> Plan:
-    from clusterddp.planning.hold import in_hold
+    from clusterddp.planning.hold import in_hold, read_hold
     from clusterddp.planning.placement import Request
     from clusterddp.planning.plan import plan_run
     from clusterddp.submission.submit import plan_ahead
 
+    hold = find_run(options.runs_dir, options.hold) if options.hold else None
     request = Request(
+        hold=hold and read_hold(hold),
         runs_dir=options.runs_dir,
         working_dir=working_dir or Path.cwd(),
         environ=terminal.environ,
@@ -439,8 +448,8 @@ def _plan(
         submission=submission,
         run=PLANNED_NAME if options.dry_run else None,
     )
-    if options.hold:  # its nodes are chosen already
-        return in_hold(plan_run(resolved, request), find_run(options.runs_dir, options.hold))
+    if hold:  # its nodes are chosen already
+        return in_hold(plan_run(resolved, request), hold)
     return plan_ahead(resolved, request)
 
 

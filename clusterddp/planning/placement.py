@@ -21,6 +21,7 @@ from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, spell_busy
 from clusterddp.system.units import format_count
 
 if TYPE_CHECKING:
+    from clusterddp.planning.plan import Plan
     from clusterddp.planning.program import Trial
     from clusterddp.planning.slurm import SlurmPlan
     from clusterddp.planning.ssh import SshPlan
@@ -86,6 +87,8 @@ class Request:
     """True: the run waits for its GPUs, so they may be in use now."""
     trial: Trial | None = None
     """What the ranks execute in place of the entry."""
+    hold: Plan | None = None
+    """The plan of the hold that it is started in."""
     run: str | None = None
     """The run's name; None: one that is free is chosen."""
     placed: Placement | None = None
@@ -133,8 +136,8 @@ class Machine:
         return dataclasses.replace(self, busy={})
 
 
-def read_machine(environ: Mapping[str, str]) -> Machine:
-    """Read what this machine offers to a process with this environment.
+def read_machine(environ: Mapping[str, str], hold: str | None = None) -> Machine:
+    """Read what this machine offers to a process with this environment, in a hold those GPUs that it has.
 
     GPUs that CUDA_VISIBLE_DEVICES names are busy only if another run leases them; other programs on them do not count.
     """
@@ -148,16 +151,19 @@ def read_machine(environ: Mapping[str, str]) -> Machine:
         interfaces=tuple(name for _, name in socket.if_nameindex()),
         loopback=loopback_interface(),
         cards={name: gpu.uuid for gpu in listed for name in gpu.slices if name in gpus},
-        busy=busy_gpus(environ, gpus=gpus, listed=listed, foreign="CUDA_VISIBLE_DEVICES" not in environ),
+        busy=busy_gpus(environ, gpus=gpus, listed=listed, foreign="CUDA_VISIBLE_DEVICES" not in environ, hold=hold),
     )
 
 
-def place_here(place: Callable[[Machine], _T], environ: Mapping[str, str]) -> _T:
-    """Call `place` with this machine; while too few GPUs are free, retry for 3 s, in which runs may end."""
+def place_here(place: Callable[[Machine], _T], environ: Mapping[str, str], *, hold: str | None = None) -> _T:
+    """Call `place` with this machine, or with what a hold has; while too few GPUs are free, retry for 3 s.
+
+    Runs may end meanwhile.
+    """
     deadline = time.monotonic() + ENDING_S
     while True:
         try:
-            return place(read_machine(environ))
+            return place(read_machine(environ, hold))
         except GpusInUseError:
             if time.monotonic() > deadline:
                 raise
@@ -177,7 +183,11 @@ def place_local(job: JobSpec, request: Request) -> Placement:
     notes: tuple[str, ...] = ()
     if job.entry and job.entry.batch_script:
         job, notes = _pretend_nodes(job, request.submission or b"")
-    placement = place_here(lambda machine: plan_placement(job, machine.idle() if queued else machine), request.environ)
+    placement = place_here(
+        lambda machine: plan_placement(job, machine.idle() if queued else machine),
+        request.environ,
+        hold=request.hold and request.hold.run,
+    )
     if job.resources.memory_gb:
         note = "resources.memory_gb is not enforced on this machine"
         notes = (*notes, note)

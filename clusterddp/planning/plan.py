@@ -101,7 +101,7 @@ class Plan(Written):
     ssh: SshPlan | None = None
     """The hosts, for the ssh launcher."""
     hold: str | None = None
-    """The hold in whose job the run is started, the name of a run beside it; its own name: it is a hold."""
+    """The hold in which the run is started, the name of a run beside it; its own name: it is a hold."""
     global_batch: int | None = None
     """Images of a step of the built-in trainer as it was first planned, which other numbers of ranks keep."""
     submission: bytes | None = dataclasses.field(default=None, repr=False, compare=False, metadata=UNWRITTEN)
@@ -118,9 +118,9 @@ class Plan(Written):
         return self.runs_dir / (directory_name(self.run, self.token) if on_host else self.run)
 
     @property
-    def in_hold(self) -> bool:
-        """Whether it is started in the job of a hold."""
-        return self.hold is not None and self.hold != self.run
+    def in_hold(self) -> str | None:
+        """The hold that it is started in."""
+        return self.hold if self.hold != self.run else None
 
     @property
     def dir_on_hosts(self) -> str:

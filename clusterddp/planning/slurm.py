@@ -335,7 +335,9 @@ class SlurmPlan(Written):
         return run.launcher_dir / self.file
 
 
-def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int, in_hold: bool) -> SlurmPlan:
+def place_slurm(
+    plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attempt: int, in_hold: str | None
+) -> SlurmPlan:
     """Fill in what depends on the run's directory, on the first attempt of the job, and on whose job it is."""
     tag = job_tag(token, attempt)
     if plan.directory is not None:
@@ -354,7 +356,7 @@ def place_slurm(plan: SlurmPlan, *, name: str, token: str, run_dir: Path, attemp
             comment=job_comment(run_dir.name, tag),
             directory=RunDir(run_dir).launcher_dir,
         ),
-        srun=_srun_argv(plan, run_dir, in_hold=in_hold),
+        srun=_srun_argv(plan, run_dir, in_hold=in_hold is not None),
     )
 
 

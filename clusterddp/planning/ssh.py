@@ -17,6 +17,7 @@ from clusterddp.system.templates import read_template
 from clusterddp.wire import UNWRITTEN, Written
 
 if TYPE_CHECKING:
+    from clusterddp.planning.plan import Plan
     from clusterddp.spec.hosts import Share
     from clusterddp.spec.model import JobSpec
 
@@ -120,7 +121,7 @@ def place(job: JobSpec, request: Request) -> Placement:
     """
     from clusterddp.spec.hosts import share_out
 
-    job, left_out = (job, ()) if request.keeps_hosts else _leave_out_marked(job)
+    job, left_out = (job, ()) if request.keeps_hosts else _leave_out_marked(job, request.hold)
     ssh = SshPlan(
         hosts=tuple(_node(node_rank, share, job) for node_rank, share in enumerate(share_out(job))),
         root=job.ssh.dir,
@@ -131,18 +132,21 @@ def place(job: JobSpec, request: Request) -> Placement:
     return dataclasses.replace(placement, ssh=ssh, notes=(*left_out, *placement.notes))
 
 
-def _leave_out_marked(job: JobSpec) -> tuple[JobSpec, tuple[str, ...]]:
+def _leave_out_marked(job: JobSpec, hold: Plan | None) -> tuple[JobSpec, tuple[str, ...]]:
     """Return the spec with the hosts that earlier runs have marked behind the others, and what becomes of each.
 
-    The order stays where all hosts are needed.
+    In a hold its own hosts come first, marked or not. The order stays where all hosts are needed.
     """
     from clusterddp.spec.hosts import expand_hosts, share_out
 
-    marks = {mark.node: mark for mark in read_marks("ssh")}
+    marks = {} if hold else {mark.node: mark for mark in read_marks("ssh")}
     hosts = [host for _, host in expand_hosts(job.ssh.hosts)]
     marked = [marks[host.host] for host in hosts if host.host in marks]
-    if marked and len(hosts) > job.resources.nodes:
-        hosts.sort(key=lambda host: host.host in marks)
+    last = set(marks)
+    if hold and hold.ssh:
+        last = {host.host for host in hosts} - {node.host for node in hold.ssh.hosts}
+    if last and len(hosts) > job.resources.nodes:
+        hosts.sort(key=lambda host: host.host in last)
         job = job.model_copy(update={"ssh": job.ssh.model_copy(update={"hosts": tuple(hosts)})})
     used = {share.host.host for share in share_out(job)}
     needed = "is needed all the same, as no other host is named in its place"

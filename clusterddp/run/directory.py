@@ -172,7 +172,7 @@ class RunDir:
         "On Slurm: the values of the spec's secrets, from the submit to the run's end, when they are removed.",
     )
 
-    requests = Below("launcher/requests", "Of a hold: a file for each run that runs or waits in it, in their order.")
+    requests = Below("launcher/requests", "Of a hold on Slurm: a file for each run in it, in their order.")
 
     def job_answer(self, tag: str) -> Path:
         """On Slurm: what sbatch answered to the submit of the job with this tag."""

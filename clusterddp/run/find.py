@@ -70,11 +70,16 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
 
 
 def list_held(hold: RunDir) -> dict[Path, RunDir]:
-    """List the runs in a hold by their requests: the one that runs, if any, then those that wait, in their order."""
+    """List the runs in a hold by their requests: the one that runs, if any, then those that wait, in their order.
+
+    Without Slurm, by their records: those that are not known to have ended.
+    """
     try:
         names = sorted(name for name in os.listdir(hold.requests) if name[0].isdigit())  # no file being written
     except FileNotFoundError:
-        return {}
+        runs = list_runs(hold.path.parent) if _read_value(hold, "launcher", str) != "slurm" else []
+        inside = (run for run in runs if run.name != hold.name == _read_value(run, "hold", str))
+        return {run.record: run for run in inside if not _has_ended(run)}
     parts = ((name, name.partition("-")[2]) for name in names)
     return {hold.requests / name: RunDir(hold.path.parent / run) for name, run in parts if is_run_name(run)}
 

@@ -109,7 +109,7 @@ class RunRecord:
     queued: bool = False
     """In a sweep without Slurm: the queue of the sweep has not started the newest attempt yet."""
     hold: str | None = None
-    """The hold (places/slurm/hold.py) in whose job the run is, a run beside it; its own name: it is a hold."""
+    """The hold (planning/hold.py) that the run is in, a run beside it; its own name: it is a hold."""
 
     @property
     def is_hold(self) -> bool:
@@ -117,7 +117,7 @@ class RunRecord:
 
     @property
     def in_hold(self) -> bool:
-        """Whether its job is that of a hold, which outlives it."""
+        """Whether it is in a hold, which outlives it."""
         return self.hold is not None and not self.is_hold
 
 

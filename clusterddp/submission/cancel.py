@@ -16,6 +16,7 @@ from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import cancelled, end_queued, final_end
 from clusterddp.run.directory import RunDir
+from clusterddp.run.find import list_held
 from clusterddp.run.record import RunRecord, log_event, read_gang, read_run
 from clusterddp.run.seal import demand_sealed, mark_of
 from clusterddp.run.state import RunState, RunView
@@ -46,6 +47,10 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, report: 
     run = RunDir(run.path.absolute())
     if mark_of(run) != "unsealed" or final_end(run) is None:  # of one that has ended the end is read
         demand_sealed(run)
+    record = read_run(run)
+    if record.is_hold and record.launcher != "slurm":  # there its job ends them
+        for each in list_held(run).values():
+            cancel(each, save=save, timeout_s=timeout_s, report=report)
     with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
         sync.update()
         return _end(run, sync, save=save, timeout_s=timeout_s, report=report)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.attempts import AttemptEnd, adopt, cancelled, claim, end_run, failed, make_attempt
 from clusterddp.run.directory import RunDir
 from clusterddp.run.node_marks import learn
-from clusterddp.run.record import log_event, read_run
+from clusterddp.run.record import log_event, read_run, write_run
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.state import RunView, refuse_resume
 from clusterddp.run.steps import is_batch_script
@@ -216,8 +217,11 @@ def plan_again(
     """
     plan = read_plan(run)
     starter = starter_named(plan.launcher, environ, run=run.name)
-    renewed = move_plan(starter.renew(changed or plan), run.path)
-    renewed = with_own_job(renewed) if hold is None else in_hold(renewed, hold)
+    renewed = with_own_job(changed or plan) if hold is None else in_hold(changed or plan, hold)
+    renewed = move_plan(starter.renew(renewed), run.path)
+    record = read_run(run)
+    if record.hold != renewed.hold:
+        write_run(run, dataclasses.replace(record, hold=renewed.hold))
     if renewed.spec_text != plan.spec_text:
         write_text(run.spec, renewed.spec_text)
     if renewed != plan:

@@ -4,6 +4,9 @@ A lease is two abstract unix sockets per device, bound and never used. The name 
 kernel gives it to one process only; the name of the second contains the run. /proc/net/unix lists the names. The kernel
 closes both when the last process that has them open ends, so there is no file to clean up, and users need no common
 directory. Sockets belong to a network namespace: containers with networks of their own do not see each other's leases.
+
+A run in a hold takes a lease of its own, of another name, on a GPU that the hold has leased. No other run gets the GPU
+until both have ended.
 """
 
 from __future__ import annotations
@@ -25,6 +28,10 @@ from clusterddp.system.own_directory import account_name
 ENDING_S = 3.0
 """How long the last process of an ended run may take to exit, and so to free its GPUs."""
 _GPU = "clusterddp-gpu"
+_IN_HOLD = "in:"
+"""Before the device in the name that a run in a hold binds."""
+_NO_GPU = ("host-", "hold-")
+"""How names begin that stand for a host and a hold."""
 _MAX_NAME = 107
 """Bytes of an abstract name: sun_path has 108, the first of them is 0."""
 _NAMES = Path("/proc/net/unix")
@@ -69,16 +76,21 @@ class Lease:
         self._sockets.clear()
 
 
-def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease | None:
+def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu], *, hold: str | None = None) -> Lease | None:
     """Take the leases of all these GPUs (as CUDA_VISIBLE_DEVICES names them) for a run; None: one of them is leased.
 
-    `listed`: the GPUs of this host.
+    `listed`: the GPUs of this host. `hold`: the hold that the run is in, or its own name: it is a hold. A hold without
+    GPUs leases the host, which keeps other such holds of this user away; a run without GPUs leases the hold that it is
+    in.
     """
+    in_hold = hold not in (None, run)
     mark = f"{os.getuid()}/{re.sub('[^0-9A-Za-z_.-]', '_', run)}"
-    devices = dict.fromkeys(_key(device) for gpu in gpus for device in devices_of(gpu, listed))
+    names = names_to_lease(gpus, run, hold)
+    devices = dict.fromkeys(_key(device) for gpu in names for device in devices_of(gpu, listed))
     sockets: list[socket.socket] = []
     try:
-        for name in (name for key in devices for name in (f"{_GPU}/{key}", f"{_GPU}/{key}/{mark}")):
+        firsts = (f"{_GPU}/{_IN_HOLD if in_hold else ''}{key}" for key in devices)
+        for name in (name for first in firsts for name in (first, f"{first}/{mark}")):
             sockets.append(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
             sockets[-1].bind(b"\0" + name.encode()[:_MAX_NAME])
     except OSError as error:
@@ -86,13 +98,28 @@ def take_leases(gpus: Iterable[str], run: str, listed: Sequence[Gpu]) -> Lease |
         if error.errno == errno.EADDRINUSE:
             return None
         raise
-    return Lease(sockets)
-
-
-def read_leases(gpus: Iterable[str], listed: Sequence[Gpu]) -> dict[str, Holder]:
-    """Return which of these GPUs are leased, and by which run."""
+    # Looking comes after binding: of a run in a hold and another run that take a GPU at once, one sees the other.
     leased = _read_marks()
-    held = {gpu: [leased[key] for device in devices_of(gpu, listed) if (key := _key(device)) in leased] for gpu in gpus}
+    if all(_has(leased, key, hold) if in_hold else _IN_HOLD + key not in leased for key in devices):
+        return Lease(sockets)
+    Lease(sockets).close()
+    return None
+
+
+def names_to_lease(gpus: Iterable[str], run: str, hold: str | None) -> tuple[str, ...]:
+    """Return what a run leases: its GPUs; without GPUs, a hold leases the host, and a run in a hold the hold."""
+    names = tuple(gpus)
+    if hold is None:
+        return names
+    own = f"hold-{hold}"
+    return (*(names or (f"host-{os.getuid()}",)), own) if hold == run else names or (own,)
+
+
+def read_leases(gpus: Iterable[str], listed: Sequence[Gpu], *, in_hold: bool = False) -> dict[str, Holder]:
+    """Return which of these GPUs are leased, and by which run; `in_hold`: only by runs in a hold."""
+    leased, prefixes = _read_marks(), (_IN_HOLD,) if in_hold else ("", _IN_HOLD)
+    keys = {gpu: [prefix + _key(each) for prefix in prefixes for each in devices_of(gpu, listed)] for gpu in gpus}
+    held = {gpu: [leased[key] for key in keys[gpu] if key in leased] for gpu in keys}
     return {gpu: holders[0] for gpu, holders in held.items() if holders}
 
 
@@ -102,14 +129,17 @@ def busy_gpus(
     gpus: Iterable[str] | None = None,
     listed: Sequence[Gpu] | None = None,
     foreign: bool = True,
+    hold: str | None = None,
 ) -> dict[str, str]:
     """Return which GPUs that this environment sees (or of `gpus`) are in use, and by what: GPU -> text for people.
 
     The text names the run that leases a GPU; with `foreign`, for a GPU without a lease, the processes that use it.
+    For a run in `hold`, all GPUs but those of the hold are in use.
     """
     listed = list_gpus(environ) if listed is None else listed
     names = visible_gpus(environ, listed) if gpus is None else tuple(gpus)
-    busy = {gpu: str(holder) for gpu, holder in read_leases(names, listed).items()}
+    busy = _outside(names, listed, hold) if hold else {}
+    busy |= {gpu: str(holder) for gpu, holder in read_leases(names, listed, in_hold=hold is not None).items()}
     processes = _processes(environ) if foreign and set(names) - set(busy) else {}
     for gpu in names:
         users = [user for device in devices_of(gpu, listed) for user in processes.get(device, ())]
@@ -126,7 +156,7 @@ def spell_busy(busy: Mapping[str, str]) -> str:
     parts = []
     for user, gpus in by_user.items():
         names = gpus[0] if len(gpus) == 1 else f"{', '.join(gpus[:-1])} and {gpus[-1]}"
-        parts.append(f"GPU{'s' if len(gpus) > 1 else ''} {names}: {user}")
+        parts.append(f"GPU{'s' if len(gpus) > 1 else ''} {names}: {user}" if not names.startswith(_NO_GPU) else user)
     return "; ".join(parts)
 
 
@@ -143,6 +173,18 @@ def devices_of(gpu: str, listed: Sequence[Gpu]) -> tuple[str, ...]:
             if uuid.startswith(gpu):
                 return (uuid,)
     return (gpu,)
+
+
+def _outside(gpus: Iterable[str], listed: Sequence[Gpu], hold: str) -> dict[str, str]:
+    """Return which of these GPUs a hold of this user has not leased, each with a text for people."""
+    leased = _read_marks()
+    why = f"not in hold {hold}" if _has(leased, f"hold-{hold}", hold) else f"hold {hold} has ended"
+    return {gpu: why for gpu in gpus if not all(_has(leased, _key(each), hold) for each in devices_of(gpu, listed))}
+
+
+def _has(leased: Mapping[str, Holder], key: str, run: str | None) -> bool:
+    """Return whether a run of this user has leased a device."""
+    return key in leased and leased[key].run == run and leased[key].uid in (None, os.getuid())
 
 
 def _read_marks() -> dict[str, Holder]:

@@ -83,7 +83,7 @@ class RunSummary:
     variant: str = ""
     """In a sweep: the values by which this run differs from the others."""
     hold: str | None = None
-    """The hold in whose job it is, or was; its own name: it is a hold."""
+    """The hold that it is in, or was; its own name: it is a hold."""
     mark: Mark = ""
     """Why it is not your own, so that commands only read it: `unsealed`, `another user's`; empty: it is."""
     bytes: int | None = None
@@ -139,7 +139,7 @@ class RunStatus(RunSummary):
     steps: tuple[StepStatus, ...] | None = None
     """Of a batch script: the commands that have started ranks in the newest attempt."""
     held: tuple[str, ...] = ()
-    """Of a hold: the run that runs in it, and those that wait."""
+    """Of a hold: the runs in it, on Slurm the one that runs and those that wait."""
     shown_step: str | None = None
     """Of a batch script: the newest step that runs, else the first that failed, else the newest."""
     effective: Effective | None = None

@@ -259,12 +259,12 @@ def entry_text(entry: Entry) -> str:
 
 
 def _where(plan: Plan) -> str:
+    if plan.in_hold:
+        return f"{plan.launcher}: in hold {plan.in_hold}"
     if plan.ssh:
         return f"ssh: {few([host.host for host in plan.ssh.hosts])}"
     if plan.slurm is None:
         return f"{plan.launcher}: this machine"
-    if plan.in_hold:
-        return f"slurm: in hold {plan.hold}"
     options = plan.slurm.sbatch_options
     asked = [f"{name} {options[name]}" for name in _SBATCH_SHOWN if name in options]
     asked += ["in a container"] if plan.slurm.container else []

@@ -27,6 +27,7 @@ from clusterddp.run.directory import RunDir
 from clusterddp.run.record import ProcessIdentity, RunRecord, read_run
 from clusterddp.run.state import START_GRACE_S, Answer, Records
 from clusterddp.system.files import open_log, read_tail, write_json
+from clusterddp.system.gpu_lease import busy_gpus, names_to_lease, spell_busy
 
 if TYPE_CHECKING:
     from clusterddp.places.slurm.queue import Slurm
@@ -59,7 +60,10 @@ class LocalLauncher(Launcher):
                 write_json(run.plan, plan_json(move_plan(self.renew(plan), run.path)))
                 answer = _start_task(run, attempt, environment)
             if answer == GPUS_TAKEN:
-                raise GpusInUseError(f"{run.name}: other runs took its GPUs {_TRIES} times before it could lease them")
+                plan = read_plan(run)
+                names = names_to_lease((gpu for node in plan.gang.nodes for gpu in node.gpus), plan.run, plan.hold)
+                users = spell_busy(busy_gpus(self._environ, gpus=names, foreign=False, hold=plan.in_hold))
+                raise GpusInUseError(f"{run.name}: others took what it needs {_TRIES} times before its start ({users})")
             job_id = read_run(run).job_id
             if answer != BEGUN or job_id is None:
                 raise ClusterddpError(f"{run.name} could not be started: {_last_words(run)}")
@@ -76,8 +80,9 @@ class LocalLauncher(Launcher):
 
     def renew(self, plan: Plan) -> Plan:
         """Return the plan for the next start, with the GPUs and the host name of now."""
-        nodes = place_here(lambda machine: assign_gpus(plan.run, plan.gang.nodes, machine), self._environ)
-        return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, nodes=nodes))
+        gang, hold = plan.gang, plan.in_hold
+        nodes = place_here(lambda machine: assign_gpus(plan.run, gang.nodes, machine), self._environ, hold=hold)
+        return dataclasses.replace(plan, gang=dataclasses.replace(gang, nodes=nodes))
 
     def end_by_force(self, run: RunDir, record: RunRecord, timeout_s: float) -> bool:
         """Kill a run whose supervisors hang or are stopped; False when it has no process."""

@@ -77,7 +77,8 @@ def run_attempts(run_dir: str, attempt: int, visible_gpus: str | None) -> str:
     gang = read_gang(run)
     _stop_on_signal(run)
     gpus = [gpu for node in gang.nodes for gpu in node.gpus]
-    lease = take_leases(gpus, run.name, list_gpus(inherited_environment()) if gpus else ())
+    hold = read_run(run).hold
+    lease = take_leases(gpus, run.name, list_gpus(inherited_environment()) if gpus else (), hold=hold)
     if lease is None:
         _answer(GPUS_TAKEN)
         return ""

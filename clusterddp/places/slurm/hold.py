@@ -33,23 +33,21 @@ def hold_of(run: RunDir, record: RunRecord) -> RunDir:
 
 
 def refuse_ended(hold: RunDir, environ: Mapping[str, str]) -> None:
-    """Raises: UsageError: the hold has ended, or Slurm no longer has its job. SlurmError: Slurm does not answer."""
-    end = final_end(hold)
-    if end is not None or is_over(find_job(hold, read_run(hold), environ)):
-        why = f": {end.reason}" if end else ", and its job too"
-        raise UsageError(f"hold {hold.name} has ended{why}", hint="clusterddp hold SPEC makes another one")
+    """Raises: UsageError: Slurm no longer has the job of the hold. SlurmError: Slurm does not answer."""
+    if is_over(find_job(hold, read_run(hold), environ)):
+        raise UsageError(f"the job of hold {hold.name} has ended", hint="clusterddp hold SPEC makes another one")
 
 
-def ask_hold(run: RunDir, attempt: int, hold: str) -> str:
-    """Ask the hold to start this attempt; return the id of the job of the hold.
+def ask_hold(run: RunDir, attempt: int) -> str:
+    """Ask the hold of a run to start this attempt; return the id of the job of the hold.
 
     Raises: UsageError: it is no hold.
     """
-    record = dataclasses.replace(read_run(run), hold=hold)
+    record = read_run(run)
     path = hold_of(run, record)
     its = read_run(path)
     if not its.is_hold or its.job_id is None:
-        raise UsageError(f"{hold} is not a hold that Slurm has a job of", hint="clusterddp list shows them")
+        raise UsageError(f"{path.name} is not a hold that Slurm has a job of", hint="clusterddp list shows them")
     record = dataclasses.replace(
         record,
         job_tag=its.job_tag,
@@ -61,7 +59,7 @@ def ask_hold(run: RunDir, attempt: int, hold: str) -> str:
         job_directory=str(path.launcher_dir),
     )
     write_run(run, record)
-    log_event(run, "submitted", attempt=attempt, job_id=its.job_id, hold=hold)
+    log_event(run, "submitted", attempt=attempt, job_id=its.job_id, hold=path.name)
     path.requests.mkdir(mode=0o700, exist_ok=True)
     write_json(path.requests / f"{time.time_ns():020}-{run.name}", {"attempt": attempt}, exclusive=True)
     return its.job_id

@@ -77,10 +77,10 @@ class SlurmLauncher(Launcher):
         Raises: PreflightError: the directory exists here and lacks the data set. UsageError: its hold has ended.
         """
         train = plan.spec.get("train")
-        if plan.hold is not None:
-            if not plan.in_hold:
-                return  # it reads no data
-            refuse_ended(RunDir(plan.runs_dir / plan.hold), self._environ)
+        if plan.in_hold:
+            refuse_ended(RunDir(plan.runs_dir / plan.in_hold), self._environ)
+        elif plan.hold:
+            return  # it reads no data
         if plan.slurm is None or plan.gang.on_cpu or plan.gang.entry.target != TRAINER or not train:
             return
         name, data_dir = str(train["dataset"]), Path(train["data_dir"])
@@ -222,9 +222,9 @@ class SlurmLauncher(Launcher):
     def start(self, run: RunDir, attempt: int, report: Report = no_report) -> str:
         """Submit the job that starts with this attempt; see `submit_attempt`. Or ask a hold to start it."""
         plan = read_plan(run)
-        if plan.hold is not None and plan.in_hold:
+        if plan.in_hold:
             write_variables(run, plan, self._environ)
-            return ask_hold(run, attempt, plan.hold)
+            return ask_hold(run, attempt)
         return submit_attempt(run, attempt, self._environ, report=report)
 
     def withdraw(self, run: RunDir) -> str:

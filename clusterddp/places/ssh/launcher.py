@@ -216,17 +216,19 @@ def _upload_report(report: Report) -> Watch:
     return watch
 
 
-def lease_gpus(sessions: Mapping[str, Session], counts: Mapping[str, int], *, run: str) -> dict[str, Grant]:
-    """Lease GPUs on every host (`sessions` and `counts` by host).
+def lease_gpus(
+    sessions: Mapping[str, Session], counts: Mapping[str, int], *, run: str, hold: str | None = None
+) -> dict[str, Grant]:
+    """Lease GPUs on every host (`sessions` and `counts` by host). `hold`: see `take_leases`.
 
     After an error the caller closes the sessions, which ends the leases.
     Raises: GpusInUseError: GPUs are in use; the message names their users. SshError: a host has too few GPUs, or does
     not answer.
     """
-    asked = {host: session for host, session in sessions.items() if counts[host]}
+    asked = {host: session for host, session in sessions.items() if counts[host] or hold}
 
     def wanted(host: str) -> dict[str, Any]:
-        return {"run": run, "count": counts[host]}
+        return {"run": run, "count": counts[host], "hold": hold}
 
     grants = dict.fromkeys(sessions, Grant())
     busy = []
@@ -239,7 +241,8 @@ def lease_gpus(sessions: Mapping[str, Session], counts: Mapping[str, int], *, ru
         else:
             grants[host] = Grant(tuple(gpus), tuple(reply.facts["hold"]))
     if busy:
-        raise GpusInUseError("\n".join([f"{run}: GPUs are in use", *sorted(busy)]), hint="submit it when they are free")
+        first = f"{run}: {'GPUs' if any(counts.values()) else 'hosts'} are in use"
+        raise GpusInUseError("\n".join([first, *sorted(busy)]), hint="submit it when they are free")
     return grants
 
 
@@ -308,7 +311,7 @@ def _start(run: RunDir, attempt: int, sessions: HostSessions, environ: Mapping[s
         _refuse_other_pythons(run, sessions)
     assert sessions.plan.ssh is not None
     counts = {node.host: node.gpus for node in sessions.plan.ssh.hosts}
-    grants = lease_gpus(sessions.by_host, counts, run=sessions.plan.run)
+    grants = lease_gpus(sessions.by_host, counts, run=sessions.plan.run, hold=sessions.plan.hold)
     code = run.code.resolve() if run.code.is_symlink() else None
     uploaded = upload_run(
         sessions.by_host,

@@ -85,6 +85,30 @@ def test_a_name_that_nvidia_smi_does_not_know_is_leased_as_it_is(leases: list[Le
     assert read_leases([name], ())[name].run == "brisk-otter-3"
 
 
+def test_a_run_in_a_hold_leases_what_the_hold_has_and_nothing_else(gpus: FakeGpus, leases: list[Lease]) -> None:
+    listed = list_gpus(gpus.environ)
+    assert take_leases(["0"], "brisk-otter-3", listed, hold="calm-fox-7") is None  # there is no such hold
+    leases += [take_leases(["0"], "calm-fox-7", listed, hold="calm-fox-7")]
+    assert take_leases(["1"], "brisk-otter-3", listed, hold="calm-fox-7") is None
+    assert take_leases(["0"], "brisk-otter-3", listed, hold="shy-lynx-1") is None
+    leases += [take_leases(["0"], "brisk-otter-3", listed, hold="calm-fox-7")]
+    assert take_leases(["0"], "calm-wren-2", listed, hold="calm-fox-7") is None
+    assert busy_gpus(gpus.environ, hold="calm-fox-7") == {"0": "run brisk-otter-3", "1": "not in hold calm-fox-7"}
+    assert busy(gpus) == {"0": "run calm-fox-7"}
+
+
+def test_a_gpu_of_a_hold_that_has_ended_is_free_when_the_last_run_in_it_is_gone(gpus: FakeGpus) -> None:
+    listed = list_gpus(gpus.environ)
+    hold = take_leases(["0"], "calm-fox-7", listed, hold="calm-fox-7")
+    run = take_leases(["0"], "brisk-otter-3", listed, hold="calm-fox-7")
+    hold.close()
+    assert busy(gpus) == {"0": "run brisk-otter-3"}
+    assert take(gpus, "0", run="shy-lynx-1") is None
+    assert busy_gpus(gpus.environ, hold="calm-fox-7")["1"] == "hold calm-fox-7 has ended"
+    run.close()
+    take(gpus, "0", run="shy-lynx-1").close()
+
+
 def test_all_are_leased_or_none(gpus: FakeGpus, leases: list[Lease]) -> None:
     leases.append(take(gpus, "1"))
     assert take(gpus, "0", "1", run="shy-lynx-1") is None

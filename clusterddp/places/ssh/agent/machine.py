@@ -14,7 +14,7 @@ from clusterddp.ranks.environment import inherited_environment
 from clusterddp.run.leftovers import find_runs
 from clusterddp.run.removal import find_stored, remove_stored
 from clusterddp.system.devices import list_gpus, visible_gpus
-from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, take_leases
+from clusterddp.system.gpu_lease import ENDING_S, busy_gpus, names_to_lease, take_leases
 
 _PAUSE_S = 0.2
 
@@ -49,7 +49,7 @@ def read_facts(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any
 
 
 def lease(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
-    """Lease `count` free GPUs for the node of `run` on this host; all or none.
+    """Lease `count` free GPUs for the node of `run` on this host; all or none. `hold`: see `take_leases`.
 
     The answer has `gpus`, for CUDA_VISIBLE_DEVICES, and `hold`, the descriptors for its supervisor. When too few are
     free for some seconds, `gpus` is null, and `busy` maps GPUs to their users. The agent holds the lease until it ends.
@@ -59,14 +59,16 @@ def lease(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     environ = inherited_environment()
     listed = list_gpus(environ)
     gpus = visible_gpus(environ, listed)
-    count = request["count"]
+    count, run, hold = request["count"], request["run"], request["hold"]
     if len(gpus) < count:
         raise ClusterddpError(f"{count} GPUs are asked for, and there are {len(gpus)}")
+    names = gpus if count else names_to_lease((), run, hold)
     deadline = time.monotonic() + ENDING_S
     while True:
-        busy = busy_gpus(environ, gpus=gpus, listed=listed)
+        busy = busy_gpus(environ, gpus=names, listed=listed, hold=None if hold == run else hold)
         free = [gpu for gpu in gpus if gpu not in busy][:count]
-        if len(free) == count and (taken := take_leases(free, request["run"], listed)) is not None:
+        enough = len(free) == count and (count or not busy)
+        if enough and (taken := take_leases(free, run, listed, hold=hold)) is not None:
             return {"gpus": free, "hold": host.hold(taken).descriptors, "busy": {}}
         if time.monotonic() > deadline:
             return {"gpus": None, "hold": [], "busy": busy}

@@ -107,7 +107,8 @@ OPERATIONS: Mapping[str, Operation] = {
         {"facts": Machine},
     ),
     "host.lease": Operation(
-        {"count": int, "run": str}, {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str]}
+        {"count": int, "run": str, "hold": str | None},
+        {"gpus": list[str] | None, "hold": list[int], "busy": dict[str, str]},
     ),
     "host.listen": Operation(
         {"nonce": str | None, "name": str, "head": bool | None, "master_port": int | None},
