@@ -439,7 +439,7 @@ def _plan(
 
     hold = find_run(options.runs_dir, options.hold) if options.hold else None
     request = Request(
-        hold=hold and read_hold(hold),
+        hold=read_hold(hold) if hold else None,
         runs_dir=options.runs_dir,
         working_dir=working_dir or Path.cwd(),
         environ=terminal.environ,

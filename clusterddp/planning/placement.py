@@ -186,7 +186,7 @@ def place_local(job: JobSpec, request: Request) -> Placement:
     placement = place_here(
         lambda machine: plan_placement(job, machine.idle() if queued else machine),
         request.environ,
-        hold=request.hold and request.hold.run,
+        hold=request.hold.run if request.hold else None,
     )
     if job.resources.memory_gb:
         note = "resources.memory_gb is not enforced on this machine"
