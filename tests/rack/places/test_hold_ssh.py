@@ -90,8 +90,10 @@ def test_runs_come_and_go_in_a_hold_that_keeps_others_out_until_it_is_cancelled(
     ended = place.clusterddp("submit", "job.yaml", "--in", kept.name, check=False)
     assert (ended.returncode, f"hold {kept.name} has ended: cancelled" in ended.stderr) == (2, True)
     assert place.end(started(place, "submit", BRIEF, "--wait")).outcome == "COMPLETED"
-    place.clusterddp("rm", "-y", kept.name)
-    assert not place.host_run_dir("node2", run).path.with_name(kept.name).exists()
+    left = place.host_run_dir("node2", kept).path
+    assert left.exists()
+    place.clusterddp("rm", kept.name)
+    assert not left.exists()
 
 
 def test_a_hold_whose_time_is_over_has_stopped_its_run_and_frees_its_gpus(place: SshPlace) -> None:
