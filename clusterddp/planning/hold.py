@@ -16,7 +16,7 @@ from clusterddp.planning.plan import Plan, move_plan, read_plan
 from clusterddp.run.attempts import final_end
 from clusterddp.run.directory import RunDir
 from clusterddp.run.gang import Entry, Gang
-from clusterddp.run.record import read_run, read_start
+from clusterddp.run.record import read_run
 from clusterddp.system.units import format_count
 
 
@@ -79,8 +79,8 @@ def in_hold(plan: Plan, hold: RunDir) -> Plan:
         raise UsageError(f"{plan.name}: in a hold a run waits for no other job (after, slurm.dependency)", hint=own_job)
     if lacks := list(_lacks(plan, its)):
         raise UsageError(f"{plan.name} does not fit into {hold.name}: {', '.join(lacks)}", hint=own_job)
-    began = (read_start(hold.newest_attempt()) or {}).get("started", time.time())
-    plan = _within(plan, min(_time_of(plan), max(1.0, began + _time_of(its) - time.time())))
+    left_s = read_run(hold).created_ns / 1e9 + _time_of(its) - time.time()
+    plan = _within(plan, min(_time_of(plan), max(1.0, left_s)))
     return move_plan(dataclasses.replace(plan, hold=hold.name), plan.run_dir)
 
 
@@ -102,7 +102,7 @@ def with_own_job(plan: Plan) -> Plan:
 def _within(plan: Plan, limit_s: float) -> Plan:
     if plan.slurm:
         return plan  # the job ends its runs
-    limit = None if limit_s == math.inf else limit_s
+    limit = None if limit_s == math.inf else float(round(limit_s))
     return dataclasses.replace(plan, gang=dataclasses.replace(plan.gang, time_limit_s=limit))
 
 

@@ -138,8 +138,8 @@ def busy_gpus(
     """
     listed = list_gpus(environ) if listed is None else listed
     names = visible_gpus(environ, listed) if gpus is None else tuple(gpus)
-    busy = _outside(names, listed, hold) if hold else {}
-    busy |= {gpu: str(holder) for gpu, holder in read_leases(names, listed, in_hold=hold is not None).items()}
+    busy = {gpu: str(holder) for gpu, holder in read_leases(names, listed, in_hold=hold is not None).items()}
+    busy |= _outside(names, listed, hold) if hold else {}
     processes = _processes(environ) if foreign and set(names) - set(busy) else {}
     for gpu in names:
         users = [user for device in devices_of(gpu, listed) for user in processes.get(device, ())]

@@ -97,11 +97,12 @@ def test_runs_come_and_go_in_a_hold_that_keeps_others_out_until_it_is_cancelled(
 
 
 def test_a_hold_whose_time_is_over_has_stopped_its_run_and_frees_its_gpus(place: SshPlace) -> None:
-    kept = started(place, "hold", "resources.time=0:00:30")
+    kept = started(place, "hold", "resources.time=0:00:40")
     run = started(place, "submit", "--in", kept.name)
     await_gpu(place, run)
-    assert place.await_state("STOPPED", run=run)["state"] == "STOPPED"
-    assert place.await_state("COMPLETED", run=kept)["state"] == "COMPLETED"
+    place.await_state("CANCELLED", run=run)
+    assert place.end(run).outcome == "STOPPED"
+    place.await_state("COMPLETED", run=kept)
     assert place.end(started(place, "submit", BRIEF, "--wait")).outcome == "COMPLETED"
     resumed = place.clusterddp("resume", run.name, "--wait", "-o", "json", "entry.args=[once]")
     assert json.loads(resumed.stdout)["state"] == "COMPLETED"
