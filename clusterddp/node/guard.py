@@ -3,7 +3,8 @@
 `python -m clusterddp.node.guard` blocks on a pipe from its supervisor, which sends it JSON lines: the facts that the
 cleanup needs, and "done" at the end. A pipe that ends without "done" means that the supervisor was killed: the guard
 ends everything that the node's ranks have started (the ranks themselves die with their supervisor), completes their
-records, and, for the head, records how the attempt ended.
+records, and, for the head, records how the attempt ended. Where another attempt may take the node in (`elastic`, over
+SSH), it starts another supervisor there, which joins the head again.
 
 A supervisor starts another guard when its guard was killed. When both are killed at once, the ranks end with the
 supervisor, and the next start, `status` or `gc` closes the attempt.
@@ -26,12 +27,12 @@ from typing import Any
 from clusterddp.errors import ClusterddpError
 from clusterddp.node.log import log_line
 from clusterddp.node.processes import leave_to_reap
-from clusterddp.ranks.environment import COOKIE, cookie, rank_cookies
+from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment, rank_cookies
 from clusterddp.run.attempts import close_attempt, failed_by, loss_of_nodes
 from clusterddp.run.cleanup import end_processes, find_processes
 from clusterddp.run.directory import AttemptDir
 from clusterddp.run.record import RankEnd, read_ranks, write_rank
-from clusterddp.run.supervisors import SupervisorOrder
+from clusterddp.run.supervisors import SupervisorOrder, start_supervisor
 from clusterddp.system.files import is_file
 from clusterddp.system.python import module_command
 from clusterddp.wire import Written
@@ -55,6 +56,8 @@ class Facts(Written):
     """True once ranks of the attempt were ordered to start."""
     restarts_left: bool = False
     """Another start of the batch job, or over SSH another node, may begin another attempt."""
+    terms: tuple[dict[str, Any], ...] = ()
+    """The terms that the node has answered, over SSH in a run that may go on without it."""
 
     @property
     def attempt_dir(self) -> AttemptDir:
@@ -136,7 +139,17 @@ def main() -> int:
     if facts is not None:
         node = facts.order.node
         clean_up(facts, f"supervisor of node {node.node_rank} on {node.host} (pid {facts.supervisor_pid}) was killed")
+        if facts.terms and not facts.is_head and not is_file(facts.order.run.cancel_file):
+            start_again(facts)
     return 0
+
+
+def start_again(facts: Facts) -> None:
+    """Start another supervisor in the place of the one that was killed, with the terms that it had answered."""
+    log_line("the supervisor was killed; another one is started")
+    order = dataclasses.replace(facts.order, attempt=facts.attempt, parent_bound=False, terms=facts.terms)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _BLOCKED)
+    start_supervisor(order, inherited_environment(), answers=False)
 
 
 def read_facts() -> Facts | None:

@@ -628,8 +628,9 @@ class HeadHere:
             self._server.refuse(connection, f"node {node_rank} comes first, and this one decides nothing", now)
             return
         if join.get("again") and (before := self._peers.pop(node_rank, None)) is not None:
-            before.lose(LINK_LOST)  # found first at its other end
-            self.head.on_loss(node_rank, LINK_LOST, now)
+            loss = LINK_LOST if join["pid"] == self._pids[node_rank] else PROCESS_ENDED
+            before.lose(loss)  # found first at its other end
+            self.head.on_loss(node_rank, loss, now)
         if self.head.nodes.may_join(node_rank):
             address = (connection.peer_address, int(join["port"]))
             peer = Peer(self._limits, lambda now: Attempt(address, now), when_quiet=False)

@@ -202,9 +202,11 @@ class Supervisor:
         first = Term(number=0, attempt=order.attempt, restart=0, head=0, voters=((0, link["host"], link["port"]),))
         fails_over = order.over_ssh and order.gang.min_nodes is not None
         self._terms = Terms(first, order.node_rank, fails_over=fails_over)
+        self._terms.learn(list(order.terms))
         self._searches: dict[int, Search] = {}
         """For another head, by node rank, while that of this node may not decide."""
-        self.uplink: Uplink = self._open_head(job=job) if order.is_head else self._find_head()
+        begins = order.is_head and not order.terms
+        self.uplink: Uplink = self._open_head(job=job) if begins else self._find_head()
         self._check = NodeCheck(order, self._report)
         parts = (guard, self._helpers, self._preparation, self._check, children, job, self._copies)
         self._parts = [part for part in parts if part is not None]
@@ -292,7 +294,9 @@ class Supervisor:
         Raises: OSError: no port is free to listen at.
         """
         self._listener = listen_on_walk([0]) if self._order.spans_hosts else listen(LOOPBACK_ADDRESS)
-        return self._elsewhere(self._search(self._terms.newest.voters[0]), probes=is_checked(self._order))
+        again, term = bool(self._order.terms), self._terms.newest
+        search = self._search(term.head_place, again=again)
+        return self._elsewhere(search, term.head, probes=is_checked(self._order) and not again)
 
     def _search(self, place: Voter, *, again: bool = False) -> Search:
         job, (_, host, port) = self._order.job, place
@@ -339,6 +343,7 @@ class Supervisor:
             self._guard.update(attempt=int(order["attempt"]))
         elif order["kind"] == "terms":
             self._terms.learn(order["terms"])
+            self._guard.update(terms=self._terms.written())  # also another supervisor in this one's place knows them
             self._report({"kind": "answered", "term": order["terms"][-1]["number"]})
         elif order["kind"] == "preflight" and "seconds" in order:
             self._check.measure(float(order["seconds"]))

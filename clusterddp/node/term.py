@@ -42,6 +42,11 @@ class Term(Written):
     def nodes(self) -> set[int]:
         return {node_rank for node_rank, _, _ in self.voters}
 
+    @property
+    def head_place(self) -> Voter:
+        """Where the head listens."""
+        return next(voter for voter in self.voters if voter[0] == self.head)
+
     def suffices(self, present: Collection[int]) -> bool:
         """Return whether these nodes are enough to go on without the others."""
         there = 2 * len(self.nodes.intersection(present))

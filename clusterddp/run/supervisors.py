@@ -75,6 +75,8 @@ class SupervisorOrder(Written):
     tasks: int | None = None
     """The inherited socket that the node's tasks of the job connect to, which start the ranks; None: there are none."""
     job: JobOrder | None = None
+    terms: tuple[dict[str, Any], ...] = ()
+    """What the supervisor knew in whose place this one is started (node/term.py); empty: it is the node's first."""
 
     @classmethod
     def from_json(cls, data: dict[str, Any]) -> SupervisorOrder:

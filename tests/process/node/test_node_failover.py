@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from clusterddp.run.attempts import read_end
+from clusterddp.run.cleanup import find_processes
 from clusterddp.run.directory import RunDir
 from clusterddp.run.record import read_gang
 from clusterddp.system.files import read_jsonl
@@ -121,3 +122,43 @@ def test_the_first_node_ends_its_ranks_where_it_reaches_less_than_half(
         for place in places.values():
             (place.path / "CANCEL").write_text("{}")
         gang.await_end(timeout_s=30)
+
+
+def test_a_node_whose_supervisor_was_killed_gets_another_one_and_is_taken_in_again(
+    tmp_path: Path, places: dict[int, RunDir]
+) -> None:
+    """One after the other both nodes beside the first lose theirs, and neither loss leaves the run smaller."""
+    with start(tmp_path, places) as gang:
+        for attempt, (killed, taken) in enumerate([(1, 2), (2, 1)]):
+            await_start(places, 0, attempt)
+            newest = wait_until(lambda node=killed: supervisor_of(gang, node), 20, what=logs(places))
+            os.kill(newest, signal.SIGKILL)
+            await_start(places, 0, attempt + 1)
+            members = [node.node_rank for node in read_gang(places[0], places[0].attempt(attempt + 1)).nodes]
+            assert members == [0, taken]
+            wait_until(lambda node=killed, old=newest: supervisor_of(gang, node) not in (0, old), 20, what=logs(places))
+            joined = f"node {killed} on host{killed} has joined"
+            wait_until(lambda text=joined: logs({0: places[0]})().count(text) == 2, 20, what=logs(places))
+        for node in (0, 1):
+            (places[node].path / "go-2").touch()
+        wait_until(places[0].attempt(2).end.exists, 30, what=logs(places))
+        last = read_end(places[0].attempt(2))
+        assert last is not None
+        assert last.outcome == "COMPLETED"
+        wait_until(lambda: not find_processes(f"{gang.gang.token}."), 20, what=logs(places))
+
+
+def test_a_node_whose_supervisor_was_killed_gets_none_once_the_run_is_cancelled(
+    tmp_path: Path, places: dict[int, RunDir]
+) -> None:
+    with start(tmp_path, places) as gang:
+        await_start(places, 0, 0)
+        (places[1].path / "CANCEL").write_text("{}")
+        os.kill(gang.supervisors[1], signal.SIGKILL)
+        await_start(places, 0, 1)
+        assert supervisor_of(gang, 1) == 0
+
+
+def supervisor_of(gang: GangRun, node: int) -> int:
+    """Return the pid of the supervisor that a node has now; 0: none."""
+    return next((process.pid for process in find_processes(f"{gang.gang.token}.s{node}")), 0)
