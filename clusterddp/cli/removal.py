@@ -51,6 +51,7 @@ from clusterddp.run.seal import mark_of
 from clusterddp.run.state import RunState, RunView
 from clusterddp.run.sweep import SweepDir, find_sweep, read_queue
 from clusterddp.system.directories import find_remnants, finish_removals
+from clusterddp.system.gpu_lease import ENDING_S
 from clusterddp.system.units import format_bytes, format_count
 from clusterddp.view.printable import printable
 
@@ -277,8 +278,11 @@ class Removal:
                 self.refused[run.name] = error if isinstance(error, ClusterddpError) else unread
 
     def _refuse_left_over(self) -> None:
-        """Refuse runs of which processes live on this machine."""
-        alive = {run.token: run for run in find_runs(only={each.record.token for each in self.candidates})}
+        """Refuse runs of which processes live on this machine; those that exit are waited for."""
+        deadline = time.monotonic() + ENDING_S
+        tokens = {each.record.token for each in self.candidates}
+        while (alive := {run.token: run for run in find_runs(only=tokens)}) and time.monotonic() < deadline:
+            time.sleep(0.1)
         for candidate in [each for each in self.candidates if each.record.token in alive]:
             self.candidates.remove(candidate)
             count = len(alive[candidate.record.token].processes)

@@ -77,7 +77,7 @@ def list_held(hold: RunDir) -> dict[Path, RunDir]:
     try:
         names = sorted(name for name in os.listdir(hold.requests) if name[0].isdigit())  # no file being written
     except FileNotFoundError:
-        runs = list_runs(hold.path.parent) if _read_value(hold, "launcher", str) != "slurm" else []
+        runs = list_runs(hold.path.parent)
         inside = (run for run in runs if run.name != hold.name == _read_value(run, "hold", str))
         return {run.record: run for run in inside if not _has_ended(run)}
     parts = ((name, name.partition("-")[2]) for name in names)

@@ -58,6 +58,7 @@ class Script:
 
 
 _SPECIAL: dict[str, dict[str, Any]] = {
+    "accelerate-in-srun": {"racy": True},
     "highest-exit-code": {"racy": True},
     "hook-of-conda-and-traced": {
         "files": {

@@ -63,7 +63,7 @@ class LocalLauncher(Launcher):
                 plan = read_plan(run)
                 names = names_to_lease((gpu for node in plan.gang.nodes for gpu in node.gpus), plan.run, plan.hold)
                 users = spell_busy(busy_gpus(self._environ, gpus=names, foreign=False, hold=plan.in_hold))
-                raise GpusInUseError(f"{run.name}: others took what it needs {_TRIES} times before its start ({users})")
+                raise GpusInUseError(f"{run.name}: others have what it needs ({users})")
             job_id = read_run(run).job_id
             if answer != BEGUN or job_id is None:
                 raise ClusterddpError(f"{run.name} could not be started: {_last_words(run)}")

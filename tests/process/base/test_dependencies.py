@@ -35,7 +35,7 @@ ARGUMENTS = {
     "exec": "exec RUN -- true",
     "gc": "gc -n",
     "help": "help",
-    "hold": "hold job.yaml",
+    "hold": "hold job.yaml -n",
     "hosts": "hosts host.invalid",
     "import": "import hostfile",
     "init": "init new.yaml",

@@ -56,7 +56,7 @@ def test_words_of_a_sites_wrapper_are_not_taken_for_the_jobs_number(person: Slur
     assert person.events() == ["submitted"]
 
 
-@pytest.mark.parametrize("noise", ["echo 41", "true >&1; exec >/dev/null"])
+@pytest.mark.parametrize("noise", ["echo 41000000", "true >&1; exec >/dev/null"])
 def test_an_answer_with_two_numbers_or_none_is_settled_by_the_tag(person: SlurmPerson, noise: str) -> None:
     done = person.clusterddp("submit", "job.yaml", environ=person.wrap_sbatch(f"{noise}; {SBATCH}"))
     assert done.returncode == 0, done.stderr
