@@ -20,7 +20,7 @@ from clusterddp.places.state import read_state
 from clusterddp.ranks.environment import spell_ranks
 from clusterddp.run.directory import RunDir
 from clusterddp.run.find import find_run
-from clusterddp.run.record import read_gang, read_run
+from clusterddp.run.record import read_run
 from clusterddp.run.seal import demand_sealed
 from clusterddp.run.stacks import StackReport, newest_report, read_report
 from clusterddp.run.state import RunState
@@ -62,9 +62,8 @@ def collect_stacks(run: RunDir, environ: Mapping[str, str], *, timeout_s: float)
         deadline = time.monotonic() + timeout_s
         while (report := read_report(attempt, wanted)) is None:
             if time.monotonic() >= deadline:
-                head = read_gang(run).nodes[0].host
                 raise ClusterddpError(
-                    f"{run.name}: the supervisor of node 0 on {head} has not reported stacks within {timeout_s:g} s",
+                    f"{run.name}: its supervisors have not reported stacks within {timeout_s:g} s",
                     hint=f"clusterddp status {run.name} says whether the run has ended meanwhile",
                 )
             time.sleep(_POLL_S)

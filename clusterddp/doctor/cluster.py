@@ -441,7 +441,7 @@ def check_plan(resolved: ResolvedSpec, runs_dir: Path, environ: Mapping[str, str
     except ClusterddpError as error:
         yield "plan", red(error.message, error.hint or "clusterddp submit -n shows the plan")
         return
-    yield "plan", ok(f"{len(plan.gang.nodes)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
+    yield "plan", ok(f"{len(plan.gang.members)} x {len(plan.gang.nodes[0].ranks)} ranks, {plan.gang.backend}")
     if plan.slurm is None:
         return
     from clusterddp.places.slurm.explain import advise_refusal

@@ -48,7 +48,7 @@ def check_hosts(
         plan = plan_run(resolved, Request(runs_dir=runs_dir, working_dir=Path.cwd(), environ=environ))
     except ClusterddpError as error:
         return [Check(name="plan", results={"here": red(error.message, error.hint or "clusterddp submit -n")})], []
-    ranks = ", ".join(f"{len(node.ranks)} on {node.host}" for node in plan.gang.nodes)
+    ranks = ", ".join(f"{len(node.ranks) or 'a spare'} on {node.host}" for node in plan.gang.nodes)
     checks = [Check(name="plan", results={"here": ok(f"ranks: {ranks}; {plan.gang.backend}")})]
     rows: list[dict[str, Any]] = []
     with open_host_sessions(plan, environ, needed="none") as sessions:

@@ -60,7 +60,7 @@ def measure_ranks(
         "clusterddp": __version__,
         "date": time.strftime("%Y-%m-%d", time.gmtime()),
         "launcher": plan.launcher,
-        "nodes": len(plan.gang.nodes),
+        "nodes": len(plan.gang.members),
         "ranks": world_size,
         "backend": plan.gang.backend,
         "state": state,
