@@ -5,7 +5,8 @@
 WAY is ssh, slurm or torchrun: two nodes of two ranks each and a third host as a spare train fastnet at an eighth of its
 width on CIFAR-10 (DIR has cifar-10-batches-py). Faults, drawn by the seed: SIGKILL of a rank, of a supervisor (of
 torchrun: the agent), a host's power for 30 s, its cable for 30 s, on Slurm its slurmd for 30 s; of node 0's host with
---with-node-0. --minutes 0 has none: the undisturbed run. 20 s after a run has ended it is resumed, as a person does; an
+--with-node-0. --minutes 0 has none: the undisturbed run. `clusterddp wait` stays open, over which a host that was
+switched on again comes back. 20 s after a run has ended it is resumed, as a person does; an
 agent of torchrun is started again, or all where no step was taken for two minutes. torchrun's script saves a checkpoint
 as often as the trainer (every 3 s), but on storage that its hosts share. One line of JSON for each fault, then a
 summary: `ratio_of_rows` is the share of the time between rows of metrics that counts, `effective` what `status` says.
@@ -145,6 +146,7 @@ class Ours:
         self._place = SshPlace(rack=rack, path=path)
         more = ON_SLURM if launcher == "slurm" else ON_SSH
         self._run = self._place.submit(SPEC.format(launcher=launcher, **more, data=data, epochs=epochs))
+        self._waits = self._place.start("wait", self._run.name)
 
     def _views(self) -> list[RunDir]:
         """Return the run as each host has it."""
@@ -186,9 +188,12 @@ class Ours:
         """Resume the run as a person does; False: it could not be."""
         done = self._place.clusterddp("resume", self._run.name, check=False)
         print(json.dumps({"resume": done.returncode, "said": done.stderr[-400:]}), flush=True)
+        if self._waits.poll() is not None:
+            self._waits = self._place.start("wait", self._run.name)
         return done.returncode == 0
 
     def figures(self) -> dict[str, Any]:
+        self._waits.kill()
         status = self._place.status(self._run)
         summary = next(filter(None, (read_json(run.summary) for run in self._views())), {})
         found = {name: summary.get(name) for name in ("accuracy", "params_sha256")}

@@ -4,7 +4,8 @@
 cleanup needs, and "done" at the end. A pipe that ends without "done" means that the supervisor was killed: the guard
 ends everything that the node's ranks have started (the ranks themselves die with their supervisor), completes their
 records, and, for the head, records how the attempt ended. Where another attempt may take the node in (`elastic`, over
-SSH), it starts another supervisor there, which joins the head again.
+SSH), it starts another supervisor there, which joins the head again. The facts of such a node also lie on its disk:
+after a reboot the agent of a command that asks for the run starts a guard with them (`start_after_reboot`).
 
 A supervisor starts another guard when its guard was killed. When both are killed at once, the ranks end with the
 supervisor, and the next start, `status` or `gc` closes the attempt.
@@ -20,8 +21,9 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
@@ -30,10 +32,10 @@ from clusterddp.node.processes import leave_to_reap
 from clusterddp.ranks.environment import COOKIE, cookie, inherited_environment, rank_cookies
 from clusterddp.run.attempts import close_attempt, failed_by, loss_of_nodes
 from clusterddp.run.cleanup import end_processes, find_processes
-from clusterddp.run.directory import AttemptDir
+from clusterddp.run.directory import AttemptDir, RunDir
 from clusterddp.run.record import RankEnd, read_ranks, write_rank
-from clusterddp.run.supervisors import SupervisorOrder, start_supervisor
-from clusterddp.system.files import is_file
+from clusterddp.run.supervisors import SupervisorOrder, start_supervisor, supervisor_log
+from clusterddp.system.files import is_file, open_log, read_json, write_json
 from clusterddp.system.python import module_command
 from clusterddp.wire import Written
 
@@ -90,6 +92,8 @@ class Guard:
     def update(self, **changes: Any) -> None:
         """Send the guard what has changed."""
         self.facts = dataclasses.replace(self.facts, **changes)
+        if self.facts.terms:
+            self._save()
         self._send(self.facts.to_json())
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
@@ -103,6 +107,7 @@ class Guard:
 
     def dismiss(self) -> None:
         """Let the guard exit without a cleanup, and wait for its exit."""
+        kept_facts(self.facts.order.run, self.facts.order.node_rank).unlink(missing_ok=True)
         self._send({"done": True})
         os.close(self._pipe)
         with contextlib.suppress(ChildProcessError):
@@ -127,6 +132,17 @@ class Guard:
         self.pid = leave_to_reap(process)
         self._send(self.facts.to_json())
 
+    def _save(self) -> None:
+        """Write the facts to the disk before a term is answered; a head is not started again."""
+        path = kept_facts(self.facts.order.run, self.facts.order.node_rank)
+        try:
+            if not self.facts.is_head:
+                write_json(path, self.facts.to_json())
+                return
+        except ClusterddpError as error:
+            log_line(f"after a reboot of this host the node would not come back: {error}")
+        path.unlink(missing_ok=True)  # no older terms than those that the node has answered
+
     def _send(self, message: dict[str, Any]) -> None:
         # A guard that was killed is started again when its end is noticed, and receives all facts then.
         with contextlib.suppress(BrokenPipeError):
@@ -142,6 +158,39 @@ def main() -> int:
         if facts.terms and not facts.is_head and not is_file(facts.order.run.cancel_file):
             start_again(facts)
     return 0
+
+
+def kept_facts(run: RunDir, node_rank: int) -> Path:
+    """Return the file with the facts of a node that may come back after a reboot."""
+    return run.launcher_dir / f"guard-{node_rank}.json"
+
+
+def start_after_reboot(kept: Path, environ: Mapping[str, str], hold: Sequence[int]) -> None:
+    """Start a guard with the facts of one that has ended with its host; at most one, however many processes ask.
+
+    `hold`: descriptors with the leases of the node's GPUs.
+    """
+    taken = kept.with_name(f".{kept.name}.{os.getpid()}")
+    try:
+        kept.rename(taken)
+    except FileNotFoundError:
+        return
+    facts: dict[str, Any] = read_json(taken) or {}
+    taken.unlink()
+    order = SupervisorOrder.from_json(facts["order"] | {"hold": hold})
+    with open_log(supervisor_log(order.run, order.node_rank)) as log:
+        process = subprocess.Popen(
+            module_command("clusterddp.node.guard"),
+            stdin=subprocess.PIPE,
+            stdout=log,
+            stderr=log,
+            env=dict(environ) | {COOKIE: cookie(order.gang.token, f"g{order.node_rank}")},
+            start_new_session=True,
+            pass_fds=hold,
+        )
+    assert process.stdin is not None
+    with process.stdin:
+        process.stdin.write(json.dumps(facts | {"order": order.to_json()}).encode() + b"\n")
 
 
 def start_again(facts: Facts) -> None:

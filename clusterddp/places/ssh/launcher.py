@@ -366,7 +366,8 @@ def _explain_failed_start(error: PreflightError, sessions: HostSessions, attempt
     plan, head = sessions.plan, sessions.plan.gang.nodes[0].host
     name = directory_name(plan.run, plan.token)
     try:
-        facts = sessions.of_node(0).ask("run.look", {"runs": [{"name": name, "token": plan.token, "begin": 0}]}).facts
+        asked = {"name": name, "token": plan.token, "begin": 0, "rejoins": False}
+        facts = sessions.of_node(0).ask("run.look", {"runs": [asked]}).facts
     except SshError:
         return error
     listed = facts["runs"].get(name)

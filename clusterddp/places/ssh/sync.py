@@ -35,6 +35,7 @@ from clusterddp.places.ssh.host_run import (
     report_of,
     update_reports,
 )
+from clusterddp.run.attempts import final_end
 from clusterddp.run.directory import RunDir
 
 if TYPE_CHECKING:
@@ -238,7 +239,10 @@ class Synchroniser(contextlib.AbstractContextManager["Synchroniser"]):
 
     def _ask_host(self, node: SshNode, host_runs: list[HostRun], session: Session) -> list[_Result]:
         """Ask a host for what is new of runs, and download it; runs in the host's own thread."""
-        asked = [{"name": each.name, "token": each.token, "begin": 0} for each in host_runs]
+        asked = [
+            {"name": each.name, "token": each.token, "begin": 0, "rejoins": each.is_elastic and not final_end(each.run)}
+            for each in host_runs
+        ]
         reply = session.ask("run.look", {"runs": asked}, timeout_s=ASK_TIMEOUT_S)
         results = []
         for host_run in host_runs:
@@ -271,7 +275,7 @@ def _read_list(session: Session, host_run: HostRun, answer: Mapping[str, Any]) -
         files |= answer["files"] or {}
         if not answer["more"]:
             return files
-        asked = {"name": host_run.name, "token": host_run.token, "begin": len(files)}
+        asked = {"name": host_run.name, "token": host_run.token, "begin": len(files), "rejoins": False}
         runs = session.ask("run.look", {"runs": [asked]}, timeout_s=ASK_TIMEOUT_S).facts["runs"]
         answer = runs.get(host_run.name) or {"files": None, "more": False}
     raise NonsenseError(session.host, f"more than {len(files):,} files of {host_run.name}")

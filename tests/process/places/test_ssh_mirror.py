@@ -399,7 +399,9 @@ def test_a_host_looks_through_its_processes_once_for_all_runs(tmp_path: Path, mo
     looks: list[tuple[str, ...]] = []
     monkeypatch.setattr(host_runs, "find_processes", lambda *prefixes: looks.append(prefixes) or [])
     host = SimpleNamespace(run_dir=lambda name: tmp_path / name, listed={})
-    runs = [{"name": f"run-{number}", "token": str(number) * 32, "begin": 0} for number in (1, 2, 1, 2)]
+    runs = [
+        {"name": f"run-{number}", "token": str(number) * 32, "begin": 0, "rejoins": False} for number in (1, 2, 1, 2)
+    ]
     listed = host_runs.look(host, {"runs": runs}, None)  # type: ignore[arg-type]
     assert looks == [(f"{'1' * 32}.", f"{'2' * 32}.")]
     assert list(listed["runs"]) == ["run-1", "run-2"]

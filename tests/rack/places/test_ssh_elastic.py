@@ -145,6 +145,18 @@ def test_a_host_whose_cable_was_pulled_is_left_out_and_taken_in_again(place: Ssh
     place.await_gone(place.record(run).token)
 
 
+def test_a_host_that_was_switched_off_and_on_is_taken_in_when_somebody_asks_for_the_run(place: SshPlace) -> None:
+    run = submit(place, epochs=400, **TWO_OR_ONE)
+    place.rack.power_off("node2")
+    await_attempt(place, run, 1)
+    place.rack.power_on("node2")
+    wait_until(lambda: place.status(run)["attempt"] == 2, 60, what=lambda: place.status(run))
+    assert nodes_of(place, run, 2) == ["node1", "node2"]
+    place.clusterddp("cancel", run.name)
+    place.await_gone(place.record(run).token)
+    assert [*place.host_run_dir("node2", run).launcher_dir.glob("*guard-*")] == []
+
+
 @pytest.mark.parametrize("what", ["power", "cable", "supervisor"])
 def test_without_the_first_host_the_others_go_on_and_the_parameters_are_those_of_an_undisturbed_run(
     place: SshPlace, undisturbed: str, what: str

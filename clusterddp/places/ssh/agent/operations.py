@@ -54,6 +54,8 @@ class NamedRun(TypedDict):
     token: str
     begin: int
     """How many files of its list were sent already."""
+    rejoins: bool
+    """A node of it whose host was switched off may take part again."""
 
 
 class Look(TypedDict):

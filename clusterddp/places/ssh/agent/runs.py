@@ -9,11 +9,12 @@ import os
 import stat
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
 from clusterddp.errors import ClusterddpError
+from clusterddp.node.guard import start_after_reboot
 from clusterddp.places.ssh.agent.operations import Body, Host, Reply
 from clusterddp.places.ssh.agent.store import check_out
 from clusterddp.ranks.environment import inherited_environment
@@ -25,7 +26,9 @@ from clusterddp.run.record import boot_id
 from clusterddp.run.stacks import request_stacks
 from clusterddp.run.stop import request_stop
 from clusterddp.run.supervisors import SupervisorOrder, read_answer, send, start_supervisor, supervisor_log
+from clusterddp.system.devices import list_gpus
 from clusterddp.system.files import open_regular, read_json, read_tail, write_bytes, write_json, write_text
+from clusterddp.system.gpu_lease import take_leases
 
 MAX_REPLY_BYTES = 8 << 20
 """Most data in one answer: it is held in memory on both sides."""
@@ -62,7 +65,8 @@ def prepare(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     attempt = run.attempt(request["attempt"])
     for directory in (attempt.path, attempt.ranks, attempt.logs):
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    run.cancel_file.unlink(missing_ok=True)
+    for old in (run.cancel_file, *run.launcher_dir.glob("guard-*.json")):
+        old.unlink(missing_ok=True)
     write_json(run.plan, request["plan"])
     write_json(run.record, request["record"])
     write_text(run.spec, request["spec"])
@@ -132,7 +136,7 @@ def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     """List the live processes of runs, and their files: path -> [size, time of the last change in ns].
 
     `files` is null when they are those of the last list on this connection. It is a part, where there are many: `begin`
-    asks for the next one of the same list.
+    asks for the next one of the same list. A node that ended with its host is started again where it `rejoins`.
     """
     asked = {each["name"]: each for each in request["runs"]}
     # Processes are listed first: the last one that exits has written its files before.
@@ -142,6 +146,8 @@ def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
     for name, each in asked.items():
         run, token, begin = RunDir(host.run_dir(name)), each["token"], each["begin"]
         roles = {cookie.rpartition(".")[2] for cookie in cookies if cookie.startswith(hashed(f"{token}."))}
+        if each["rejoins"]:
+            _start_again(host, run, roles)
         files = host.listed.get(name, {}) if begin else dict(_files_of(run.path))
         is_new = begin > 0 or host.listed.get(name) != files
         part: dict[str, list[int]] = {}
@@ -162,6 +168,23 @@ def look(host: Host, request: dict[str, Any], body: Body) -> dict[str, Any]:
         }
         host.listed[name] = files
     return {"runs": answers}
+
+
+def _start_again(host: Host, run: RunDir, alive: Collection[str]) -> None:
+    """Start the nodes that have ended with this host and are to take part again.
+
+    Not those whose GPUs others have by now, and none of a run with secrets: no file has their values.
+    """
+    for kept in run.launcher_dir.glob("guard-*.json"):
+        with contextlib.suppress(ClusterddpError, OSError, ValueError, TypeError, KeyError):
+            plan, facts = read_json(run.plan) or {}, read_json(kept) or {}
+            order = SupervisorOrder.from_json(facts["order"])
+            if plan["secrets"] or not {f"s{order.node_rank}", f"g{order.node_rank}"}.isdisjoint(alive):
+                continue
+            environ = inherited_environment() | {"PYTHONPATH": host.python_path(os.environ)}
+            if (lease := take_leases(order.node.gpus, plan["run"], list_gpus(environ), hold=plan["hold"])) is not None:
+                with contextlib.closing(lease):
+                    start_after_reboot(kept, environ, lease.descriptors)
 
 
 def read(host: Host, request: dict[str, Any], body: Body) -> Reply:
