@@ -147,7 +147,7 @@ def mirrored(root: Path) -> Target:
             run=run, name="hosts.01234567", token=TOKEN, node=SshNode(host="gpu01"), ranks=logs,
             fetch=("logs", "metrics", "checkpoints"),
         ).wanting(Wants(logs=logs, results=True))  # fmt: skip
-        asks = [{"name": host_run.name, "token": TOKEN, "begin": 0}]
+        asks = [{"name": host_run.name, "token": TOKEN, "begin": 0, "rejoins": False}]
         listed = session.ask("run.look", {"runs": asks}).facts["runs"].get(host_run.name)
         if listed is None:
             return
@@ -248,7 +248,7 @@ def requests(root: Path) -> Target:
         {"do": "host.list", "tokens": [TOKEN], "older_than_s": 1e9},
         {"do": "host.remove", "places": ["runs/x"], "older_than_s": 1e9},
         {"do": "host.remove", "places": ["runs/x.0123abcd"], "older_than_s": None},
-        {"do": "run.look", "runs": [{"name": name, "token": TOKEN, "begin": 1}]},
+        {"do": "run.look", "runs": [{"name": name, "token": TOKEN, "begin": 1, "rejoins": True}]},
         {"do": "run.read", "name": name, "parts": [part, part]},
         {"do": "run.prepare", "name": name, "attempt": 0, "plan": {"gang": gang}, "record": {"run": "x"}, "spec": "x"},
         {"do": "run.ask", "name": name, "what": "stop", "reason": "by hand"},
