@@ -20,7 +20,7 @@ from clusterddp.network.interface import is_cut_off
 from clusterddp.network.rendezvous.connection import Loss, Message
 from clusterddp.network.socket_links import faster_networks
 from clusterddp.node.attempt import Attempt, Restarts
-from clusterddp.node.copies import CopyWatch
+from clusterddp.node.copies import CopyWatch, newest_here
 from clusterddp.node.guard import Guard
 from clusterddp.node.hang_watch import HangWatch, failure_of_hang
 from clusterddp.node.helpers import Helpers
@@ -361,6 +361,8 @@ class Head:
         if self._gang.min_nodes is None:
             return
         text = self.nodes.explain(chosen)
+        if text and self._own.node_rank != self.nodes.taken[0] and not newest_here(self._run):
+            text += "; no host that is left has a checkpoint: it begins anew"
         self.nodes.take(chosen)
         if text:
             log(self._run, "nodes_changed", attempt=self._attempt.number, nodes=chosen, text=text)
@@ -670,7 +672,7 @@ class JoinedNodes:
         self._own = gang.node(own)
         self._joined: dict[int, float] = {}
         """When each node that is there has joined, by node rank."""
-        self._taken = tuple(node.node_rank for node in gang.members)
+        self.taken = tuple(node.node_rank for node in gang.members)
         """The nodes of the last attempt."""
         self._losses: dict[int, str] = {}
         """Why nodes were lost since it began."""
@@ -711,7 +713,7 @@ class JoinedNodes:
 
     def take_over(self, term: Term, why: str, now: float) -> None:
         """Count the nodes as they were in the last term of a head that is lost; `why`: a sentence about that."""
-        self._taken = term.members
+        self.taken = term.members
         self._losses[term.head] = why
         self.lost |= {
             node.node_rank: why for node in self._gang.nodes if node.node_rank not in term.nodes - {term.head}
@@ -761,7 +763,7 @@ class JoinedNodes:
         busy |= self._left_out
         there = [each for each, joined in self._joined.items() if joined <= since and each not in busy]
         first = self._own.node_rank  # of the head's node, which holds the port for rank 0
-        return self._gang.choose_nodes(sorted(there, key=lambda each: (each != first, each not in self._taken, each)))
+        return self._gang.choose_nodes(sorted(there, key=lambda each: (each != first, each not in self.taken, each)))
 
     def leave_out(self, node_rank: int, why: str) -> None:
         """Let a node take part in no attempt any more."""
@@ -770,14 +772,14 @@ class JoinedNodes:
 
     def take(self, chosen: tuple[int, ...]) -> None:
         """Note which nodes take part in the attempt that begins."""
-        self._taken = chosen
+        self.taken = chosen
         self._losses.clear()
 
     def explain(self, chosen: Sequence[int]) -> str:
         """Say why an attempt with these nodes has others than the one before; empty: it has the same."""
-        came = [node_rank for node_rank in chosen if node_rank not in self._taken]
+        came = [node_rank for node_rank in chosen if node_rank not in self.taken]
         facts = []
-        for node_rank in self._taken:
+        for node_rank in self.taken:
             if node_rank in self._losses:
                 what = "is left out" if node_rank in self._left_out else "was lost"
                 fact = f"{self._name(node_rank)} {what} ({self._losses[node_rank]})"
@@ -789,7 +791,7 @@ class JoinedNodes:
                 facts.append(fact)
         if came:
             facts.append(f"{' and '.join(map(self._name, came))} can take part again")
-        if len(chosen) != len(self._taken):
+        if len(chosen) != len(self.taken):
             facts.append(f"the run goes on with {len(chosen)} of {len(self._gang.members)} nodes")
         return "; ".join(facts)
 

@@ -73,7 +73,8 @@ def test_the_others_go_on_without_the_first_node_which_follows_when_it_is_back(
         assert "node 0 on host0 is lost" in end.reason
         changes = [row["text"] for row in read_jsonl(places[1].events) if row["event"] == "nodes_changed"]
         assert changes == [
-            "node 0 on host0 was lost (no heartbeat for 4 s); node 2 on host2, a spare, took its place",
+            "node 0 on host0 was lost (no heartbeat for 4 s); node 2 on host2, a spare, took its place; "
+            "no host that is left has a checkpoint: it begins anew",
         ]
         os.kill(gang.supervisors[0], signal.SIGCONT)
         wait_until(lambda: "node 1's supervisor is at" in logs({0: places[0]})(), 30, what=logs(places))
