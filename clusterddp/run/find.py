@@ -69,19 +69,19 @@ def find_run(runs_dir: Path, name: str) -> RunDir:
     )
 
 
-def list_held(hold: RunDir) -> dict[Path, RunDir]:
-    """List the runs in a hold by their requests: the one that runs, if any, then those that wait, in their order.
-
-    Without Slurm, by their records: those that are not known to have ended.
-    """
-    try:
-        names = sorted(name for name in os.listdir(hold.requests) if name[0].isdigit())  # no file being written
-    except FileNotFoundError:
-        runs = list_runs(hold.path.parent)
-        inside = (run for run in runs if run.name != hold.name == _read_value(run, "hold", str))
-        return {run.record: run for run in inside if not _has_ended(run)}
-    parts = ((name, name.partition("-")[2]) for name in names)
+def list_requests(hold: RunDir) -> dict[Path, RunDir]:
+    """List the requests to a hold that starts its runs itself: that of the one that runs, then those that wait."""
+    names = sorted(name for name in os.listdir(hold.requests) if name[0].isdigit()) if hold.requests.is_dir() else []
+    parts = ((name, name.partition("-")[2]) for name in names)  # without files that are being written
     return {hold.requests / name: RunDir(hold.path.parent / run) for name, run in parts if is_run_name(run)}
+
+
+def list_held(hold: RunDir) -> list[RunDir]:
+    """List the runs in a hold: those that it was asked to start, else, by their records, those that have not ended."""
+    if hold.requests.is_dir():
+        return [*list_requests(hold).values()]
+    inside = (run for run in list_runs(hold.path.parent) if run.name != hold.name == _read_value(run, "hold", str))
+    return [run for run in inside if not _has_ended(run)]
 
 
 def is_job(name: str) -> bool:

@@ -49,7 +49,7 @@ def cancel(run: RunDir, *, save: bool = False, timeout_s: float = 15.0, report: 
         demand_sealed(run)
     record = read_run(run)
     if record.is_hold and record.launcher != "slurm":  # there its job ends them
-        for each in list_held(run).values():
+        for each in list_held(run):
             cancel(each, save=save, timeout_s=timeout_s, report=report)
     with Synchroniser([run], inherited_environment(), interval_s=_ANSWER_INTERVAL_S) as sync:
         sync.update()

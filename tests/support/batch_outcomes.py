@@ -27,9 +27,9 @@ SIDES = ("sbatch", "submit", "local")
 """Slurm's own command; ours on Slurm; ours without Slurm, by `--launcher local --cpu`."""
 _ENDS = {"COMPLETED", "FAILED", "TIMEOUT", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "BOOT_FAIL"}
 
-FIRST_JOB_ID = 40_000
+FIRST_JOB_ID = 70_000
 _NUMBERS = {
-    r"(?<!\d)[24]0\d{3}(?!\d)": "JOB",  # its number, and the port that scripts make of it
+    r"(?<!\d)[27]0\d{3}(?!\d)": "JOB",  # its number, and the port that scripts make of it
     r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?": "TIME",
     r"\b[WEI]\d{4} [\d:.]+ +\d+ ": "W TIME PID ",  # torch's log
     r"\d{4}-\d\d-\d\d_[\d:]+": "TIME",

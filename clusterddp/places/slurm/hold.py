@@ -16,7 +16,7 @@ from clusterddp.places.slurm.queue import Slurm
 from clusterddp.places.slurm.state import ask_slurm, find_job, is_over
 from clusterddp.run.attempts import cancelled, claim, end_run, final_end
 from clusterddp.run.directory import RunDir, is_run_name
-from clusterddp.run.find import list_held
+from clusterddp.run.find import list_requests
 from clusterddp.run.record import RunRecord, drop_secrets, log_event, read_run, write_run
 from clusterddp.run.state import Answer, Records
 from clusterddp.system.files import write_json
@@ -102,4 +102,4 @@ def ask_in_hold(records: Records, slurm: Slurm) -> Answer:
 
 
 def _names(hold: RunDir) -> list[str]:
-    return [run.name for run in list_held(hold).values()]
+    return [run.name for run in list_requests(hold).values()]

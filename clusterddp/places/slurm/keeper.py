@@ -16,7 +16,7 @@ from clusterddp.places.slurm.commands import read_time_left_s, run_slurm, show_j
 from clusterddp.run.attempts import AttemptEnd, cancelled, end_run, failed, final_end
 from clusterddp.run.cleanup import end_processes
 from clusterddp.run.directory import AttemptDir, RunDir
-from clusterddp.run.find import list_held
+from clusterddp.run.find import list_requests
 from clusterddp.run.record import drop_secrets, log_event, read_run
 from clusterddp.run.stop import request_stop
 from clusterddp.system.files import is_file, open_log, write_json
@@ -78,7 +78,7 @@ class _Keeper:
                 else:
                     break
             time.sleep(_POLL_S)
-        for path, run in list_held(self._hold).items():
+        for path, run in list_requests(self._hold).items():
             if final_end(run) is None:
                 end_run(run, failed(f"hold {self._hold.name} ended before it was started: {end.reason}"))
             path.unlink(missing_ok=True)
@@ -113,7 +113,7 @@ class _Keeper:
         return float("inf")
 
     def _start_next(self) -> None:
-        for path, run in list_held(self._hold).items():
+        for path, run in list_requests(self._hold).items():
             if not run.path.is_dir() or final_end(run) is not None:
                 path.unlink(missing_ok=True)
                 continue
