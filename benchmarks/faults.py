@@ -6,10 +6,10 @@ WAY is ssh, slurm or torchrun: two nodes of two ranks each and a third host as a
 width on CIFAR-10 (DIR has cifar-10-batches-py). Faults, drawn by the seed: SIGKILL of a rank, of a supervisor (of
 torchrun: the agent), a host's power for 30 s, its cable for 30 s, on Slurm its slurmd for 30 s; of node 0's host with
 --with-node-0. --minutes 0 has none: the undisturbed run. `clusterddp wait` stays open, over which a host that was
-switched on again comes back. 20 s after a run has ended it is resumed, as a person does; an
-agent of torchrun is started again, or all where no step was taken for two minutes. torchrun's script saves a checkpoint
-as often as the trainer (every 3 s), but on storage that its hosts share. One line of JSON for each fault, then a
-summary: `ratio_of_rows` is the share of the time between rows of metrics that counts, `effective` what `status` says.
+switched on again comes back. 20 s after a run has ended it is resumed, as a person does; an agent of torchrun is
+started again, or all where no step was taken for two minutes. torchrun's script saves a checkpoint as often as the
+trainer (every 3 s), but on storage that its hosts share. One line of JSON for each fault, then a summary:
+`ratio_of_rows` is the share of the time between rows of metrics that counts, `effective` what `status` says.
 """
 
 from __future__ import annotations

@@ -114,21 +114,7 @@ class Guard:
             os.waitpid(self.pid, 0)
 
     def _start(self) -> None:
-        reader, self._pipe = os.pipe()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the guard inherits it, and never unblocks them
-        try:
-            process = subprocess.Popen(
-                module_command("clusterddp.node.guard"),
-                stdin=reader,
-                stdout=self._log,
-                stderr=self._log,
-                env=self._environment,
-                start_new_session=True,
-                pass_fds=self._keep,
-            )
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-            os.close(reader)
+        process, self._pipe = _start_process(self._environment, self._log, self._keep)
         self.pid = leave_to_reap(process)
         self._send(self.facts.to_json())
 
@@ -178,19 +164,33 @@ def start_after_reboot(kept: Path, environ: Mapping[str, str], hold: Sequence[in
     facts: dict[str, Any] = read_json(taken) or {}
     taken.unlink()
     order = SupervisorOrder.from_json(facts["order"] | {"hold": hold})
+    environment = dict(environ) | {COOKIE: cookie(order.gang.token, f"g{order.node_rank}")}
     with open_log(supervisor_log(order.run, order.node_rank)) as log:
+        _, pipe = _start_process(environment, log.fileno(), hold)
+    with open(pipe, "wb") as facts_to:
+        facts_to.write(json.dumps(facts | {"order": order.to_json()}).encode() + b"\n")
+
+
+def _start_process(
+    environment: Mapping[str, str], log: int, keep: Sequence[int]
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Start the process of a guard; return it, and the pipe that takes its facts."""
+    reader, writer = os.pipe()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the guard inherits it, and never unblocks them
+    try:
         process = subprocess.Popen(
             module_command("clusterddp.node.guard"),
-            stdin=subprocess.PIPE,
+            stdin=reader,
             stdout=log,
             stderr=log,
-            env=dict(environ) | {COOKIE: cookie(order.gang.token, f"g{order.node_rank}")},
+            env=environment,
             start_new_session=True,
-            pass_fds=hold,
+            pass_fds=keep,
         )
-    assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(json.dumps(facts | {"order": order.to_json()}).encode() + b"\n")
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        os.close(reader)
+    return process, writer
 
 
 def start_again(facts: Facts) -> None:

@@ -176,10 +176,13 @@ def _start_again(host: Host, run: RunDir, alive: Collection[str]) -> None:
     Not those whose GPUs others have by now, and none of a run with secrets: no file has their values.
     """
     for kept in run.launcher_dir.glob("guard-*.json"):
+        node_rank = kept.stem.removeprefix("guard-")
+        if not {f"s{node_rank}", f"g{node_rank}"}.isdisjoint(alive):
+            continue
         with contextlib.suppress(ClusterddpError, OSError, ValueError, TypeError, KeyError):
             plan, facts = read_json(run.plan) or {}, read_json(kept) or {}
             order = SupervisorOrder.from_json(facts["order"])
-            if plan["secrets"] or not {f"s{order.node_rank}", f"g{order.node_rank}"}.isdisjoint(alive):
+            if plan["secrets"]:
                 continue
             environ = inherited_environment() | {"PYTHONPATH": host.python_path(os.environ)}
             if (lease := take_leases(order.node.gpus, plan["run"], list_gpus(environ), hold=plan["hold"])) is not None:
