@@ -125,6 +125,8 @@ class Cleanup:
 
     This finds processes without a cookie where the system takes no marks.
     """
+    but: int | None = None
+    """The pid of a process that is not ended, although it carries a cookie."""
     answered_by: Callable[[Collection[Process]], str | None] | None = None
     """Names the processes that will end those that were found, for people; None: they are left over.
 
@@ -145,7 +147,7 @@ class Cleanup:
 
     def step(self) -> None:
         """Find processes once and kill them."""
-        found = {process.pid: process for process in find_processes(*self.cookies)}
+        found = {process.pid: process for process in find_processes(*self.cookies) if process.pid != self.but}
         if (but := self.descendants_but) is not None:
             spared = {*but, *find_descendants(but)}
             own = find_descendants([os.getpid()])
@@ -171,12 +173,12 @@ class Cleanup:
             time.sleep(0.02)
 
 
-def end_processes(*cookies: str, timeout_s: float) -> list[int]:
-    """Kill the processes until two passes in a row find none, or the time is up; return the pids that are left.
+def end_processes(*cookies: str, timeout_s: float, but: int | None = None) -> list[int]:
+    """Kill the processes, `but` one, until two passes in a row find none, or the time is up; return the pids left.
 
     It does not reap: the caller still reads the exit codes of its children.
     """
-    cleanup = Cleanup(cookies=cookies)
+    cleanup = Cleanup(cookies=cookies, but=but)
     cleanup.run(timeout_s)
     return cleanup.left
 

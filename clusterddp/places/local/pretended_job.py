@@ -202,7 +202,7 @@ def carry_script(run: RunDir, attempt: int, job_id: str) -> None:
         reason = f"the batch script could not be started: {error}"
         raise
     finally:
-        end_processes(f"{token}.", timeout_s=3.0)
+        _end_job(token)
         if final_end(run) is None:
             end = cancelled("cancelled") if is_file(run.cancel_file) else failed(reason, log="launcher/job.log")
             end_run(run, end, attempt=run.attempt(attempt), token=token)
@@ -262,6 +262,11 @@ def _wait_for(run: RunDir, token: str, process: subprocess.Popen[bytes]) -> int:
             process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(_CANCEL_S)
-            end_processes(f"{token}.", timeout_s=3.0)
+            _end_job(token)
             return process.wait(_CANCEL_S)
     return process.returncode
+
+
+def _end_job(token: str) -> None:
+    """Kill all that the job has left; not submitit's controller, with which the kernel would kill this process."""
+    end_processes(f"{token}.", timeout_s=3.0, but=os.getppid())

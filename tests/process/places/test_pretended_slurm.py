@@ -205,6 +205,7 @@ def test_a_cancelled_script_has_its_trap_and_leaves_nothing(laptop: Laptop) -> N
     assert end is not None
     assert end.outcome == "CANCELLED"
     assert (laptop.directory / "trap").read_text() == "saved\n"
+    assert list(run.launcher_dir.glob("submitit/*_result.pkl"))  # the task that ended the job was not ended with it
 
 
 def test_an_environment_that_the_script_activates_is_a_key_of_the_spec_that_its_run_becomes(laptop: Laptop) -> None:
