@@ -59,10 +59,11 @@ def find_rank(run: RunDir, attempt: int, rank: int) -> tuple[RankRecord, dict[st
     environ = read_environment(record.pid)
     # The token is the run's secret: a later process with this pid does not carry it.
     is_it = environ.get(COOKIE) in {cookie(gang.token, f"{role}{record.node_rank}") for role in ("n", "w")}
-    is_it = is_it and (environ.get("CLUSTERDDP_ATTEMPT"), environ.get("RANK", str(rank))) == (str(attempt), str(rank))
+    number = str(attempt)
+    is_it = is_it and (environ.get("CLUSTERDDP_ATTEMPT", number), environ.get("RANK", str(rank))) == (number, str(rank))
     if not is_it or read_owner(record.pid) != os.getuid():
         raise ClusterddpError(f"rank {rank} of {run.name} (pid {record.pid}) does not run here")
-    if "RANK" not in environ:  # a forked rank: /proc shows what the ranks of its node have in common
+    if "RANK" not in environ:  # a forked rank: /proc shows what the ranks of its node have in common, in all attempts
         planned = gang.variables_of(rank, run_dir=str(run.path), attempt=attempt, master_port=record.master_port)
         environ = {name: variable.value for name, variable in planned.items()} | environ
     changed = environ | gang.entry.environment(environ)

@@ -1,12 +1,15 @@
 """The fork server: a process that imports the packages of a node's ranks once, forks the ranks, and exits.
 
-`python -m clusterddp.node.rank --fork RUN_DIR` has a socket to its supervisor as standard input. It reads one line of
-JSON, `{"modules": [str], "ours": bool, "listener": int | null, "ranks": {rank: {"variables": {}, "stdout": path,
-"stderr": path}}}`, and answers with one: `{"pids": {rank: pid}, "import_s": float}` or `{"refused": reason}`. `ours`:
-the entry is clusterddp's own, whose modules need no end of Python. `listener`: the inherited socket for rank 0.
+`python -m clusterddp.node.rank --fork RUN_DIR` has a socket to its supervisor as standard input. It imports what
+`CLUSTERDDP_PRELOAD` names, reads one line of JSON, `{"ours": bool, "once": bool, "ranks": {rank: {"variables": {name:
+value | null}, "stdout": path, "stderr": path}}}`, with the socket for rank 0 to listen at, and answers with one:
+`{"pids": {rank: pid}, "import_s": float, "waits": pid}` or `{"refused": reason}`. `ours`: the entry is clusterddp's
+own, whose modules need no end of Python.
 
 Then it exits, and the supervisor, a subreaper, becomes the parent of the ranks. Each rank waits for one byte from the
-supervisor; when the socket ends first, it exits. So all ranks of a node begin, or none.
+supervisor; when the socket ends first, it exits. So all ranks of a node begin, or none. Unless the order says `once`, a
+copy that was forked before them stays: it waits for the order of the next attempt, which then imports nothing, at a
+socket of its own, whose other end comes with the answer. It exits when the supervisor closes that.
 
 Why a fork is safe here: docs/decisions/0007-ranks-are-forked.md.
 """
@@ -24,10 +27,10 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, NoReturn
+from typing import Any, BinaryIO, NamedTuple, NoReturn
 
 from clusterddp.node.entry import import_first
-from clusterddp.ranks.environment import LISTENER_FD, SUPERVISOR_PID
+from clusterddp.ranks.environment import LISTENER_FD, PRELOAD, SUPERVISOR_PID
 from clusterddp.system.files import open_log
 from clusterddp.system.processes import die_with_parent
 
@@ -40,30 +43,47 @@ class RefusedError(Exception):
     """The ranks cannot be forked; the message is the reason."""
 
 
+class _Copy(NamedTuple):
+    """A copy of the fork server, or in the copy itself: pid 0."""
+
+    pid: int
+    link: socket.socket
+    """Between the copy and the supervisor: here the other's end, or the own one."""
+
+
 def serve(run_rank: Callable[[], None]) -> None:
     """Import, fork and exit; in the ranks, call `run_rank` and return as it does."""
     supervisor = int(os.environ[SUPERVISOR_PID])
-    die_with_parent()
-    if os.getppid() != supervisor:
-        os.kill(os.getpid(), signal.SIGKILL)
+    _die_with(supervisor)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     link = socket.socket(fileno=os.dup(0))
     try:
-        with link.makefile("r", encoding="utf-8") as lines:
-            order = dict(json.loads(lines.readline()))
         begun = time.monotonic()
         with _captured() as read:
             # The garbage collector stays off until the fork: a visit to these objects copies their memory.
-            import_first(order["modules"])
+            import_first(os.environ.pop(PRELOAD).split(","))
             printed = read()  # for each rank's standard error
         import_s = time.monotonic() - begun
         _demand_forkable()
-        pids = _fork_ranks(order["ranks"], link, order["listener"], printed)
+        while True:
+            order, listener = _read_order(link)
+            _die_with(supervisor)
+            copy = None if order["once"] else _fork_copy()
+            if copy is None or copy.pid:
+                break
+            link.close()
+            if listener is not None:
+                os.close(listener)
+            link, import_s = copy.link, 0.0
+        pids = _fork_ranks(order["ranks"], link, listener, printed)
     except (Exception, SystemExit) as error:
         why = str(error) if isinstance(error, RefusedError) else f"{type(error).__name__}: {error}"
         _answer(link, {"refused": why})
     if pids is not None:
-        _answer(link, {"pids": pids, "import_s": round(import_s, 3)})
+        answer = {"pids": pids, "import_s": round(import_s, 3)}
+        _answer(link, answer if copy is None else answer | {"waits": copy.pid}, copy)
+    if copy is not None:
+        copy.link.close()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     run_rank()
@@ -77,10 +97,41 @@ def serve(run_rank: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def _answer(link: socket.socket, answer: Mapping[str, Any]) -> NoReturn:
+def _die_with(supervisor: int) -> None:
+    """Have the kernel kill this process when the supervisor, its parent, ends."""
+    die_with_parent()
+    if os.getppid() != supervisor:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _read_order(link: socket.socket) -> tuple[dict[str, Any], int | None]:
+    """Wait for the order, with the socket for rank 0 if there is one; exit when the supervisor wants no more ranks."""
+    text, listeners = b"", []
+    while not text.endswith(b"\n"):
+        data, found, _, _ = socket.recv_fds(link, 65536, 1)
+        listeners += found
+        if not data:
+            os._exit(0)
+        text += data
+    return json.loads(text), listeners[0] if listeners else None
+
+
+def _fork_copy() -> _Copy:
+    """Fork a copy of this process, which leads a group of its own, so that it can be signalled alone."""
+    theirs, its = socket.socketpair()
+    pid = os.fork()
+    os.setpgid(pid, pid or os.getpid())  # whichever of the two is first
+    if pid == 0:
+        theirs.close()
+        return _Copy(0, its)
+    its.close()
+    return _Copy(pid, theirs)
+
+
+def _answer(link: socket.socket, answer: Mapping[str, Any], copy: _Copy | None = None) -> NoReturn:
     """Send the answer, and exit without Python's own end, which is left to the ranks."""
     with contextlib.suppress(OSError):
-        link.sendall(json.dumps(answer).encode() + b"\n")
+        socket.send_fds(link, [json.dumps(answer).encode() + b"\n"], [] if copy is None else [copy.link.fileno()])
     os._exit(0)
 
 
@@ -145,7 +196,7 @@ def _fork_ranks(
 
 
 def _become_rank(
-    link: socket.socket, led: int, files: Sequence[BinaryIO], variables: Mapping[str, str], printed: bytes
+    link: socket.socket, led: int, files: Sequence[BinaryIO], variables: Mapping[str, str | None], printed: bytes
 ) -> None:
     """Start a session, wait until the supervisor lets this rank begin, and set its own files and variables.
 
@@ -165,7 +216,11 @@ def _become_rank(
             os.write(2, printed)
     except OSError:
         os._exit(1)
-    os.environ.update(variables)
+    for name, value in variables.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # as after an import of its own
     gc.enable()

@@ -26,7 +26,7 @@ from clusterddp.node.link import report_of
 from clusterddp.node.preparation import Preparation
 from clusterddp.node.rank import ENDING
 from clusterddp.node.rank_network import RankNetwork, find_rank_network
-from clusterddp.node.rank_starter import Ended, Lost, RankStarter, Started, plan_launch
+from clusterddp.node.rank_starter import Ended, Launch, Lost, RankStarter, Started, plan_launch
 from clusterddp.node.usage_watch import NodeUsage
 from clusterddp.ranks.environment import rank_cookies
 from clusterddp.run.cleanup import Cleanup
@@ -106,7 +106,7 @@ class LocalRanks:
         report: Callable[[Message], None],
         spared: Callable[[], frozenset[int]],
     ) -> None:
-        """`spared`: descendants of this process that the cleanup leaves alone."""
+        """`spared`: pids that the cleanup leaves alone, with their descendants."""
         self._run = run
         self._gang = gang
         self._members = gang
@@ -172,11 +172,10 @@ class LocalRanks:
                 attempt.dir.path.joinpath(ENDING).touch()
         for rank in attempt.running:
             self._starter.signal(rank, signal.SIGTERM)
-        descendants_but = self._spared() if self._starter.owns_descendants else None
         attempt.ending = LocalEnding(
             kill_at=now + TERM_GRACE_S,
             give_up_at=now + self._gang.give_up_s,
-            cleanup=Cleanup(cookies=cookies, descendants_but=descendants_but),
+            cleanup=Cleanup(cookies=cookies, but=self._spared(), descendants=self._starter.owns_descendants),
         )
 
     def tick(self, now: float) -> None:
@@ -225,6 +224,16 @@ class LocalRanks:
                 self._look_for_stop(attempt, complete=False)
                 self._rank_ended(attempt, update)
 
+    def plan_ahead(self) -> dict[int, Launch]:
+        """Plan the start of this node's ranks in some attempt: what is imported for them is known before."""
+        gang = self._gang.of_nodes([self._node.node_rank])
+        return self._plan(gang, {"attempt": self.attempt_number, "master_port": 0, "restart": 0})
+
+    def _plan(self, gang: Gang, order: Message) -> dict[int, Launch]:
+        preload, prepared = find_preload(gang.entry), self._preparation.prepared
+        ranks = gang.node(self._node.node_rank).ranks
+        return {rank: plan_launch(self._run, gang, rank, order, preload=preload, prepared=prepared) for rank in ranks}
+
     def _start(self, order: Message, now: float) -> None:
         self.attempt_number, self.ordered = int(order["attempt"]), True
         directory = self._run.attempt(self.attempt_number)
@@ -247,14 +256,8 @@ class LocalRanks:
             )
             self._attempt = attempt
             make_attempt_dirs(directory)
-            preload = find_preload(self._gang.entry)
-            prepared = self._preparation.prepared
-            launches = {
-                rank: plan_launch(self._run, network.gang, rank, order, preload=preload, prepared=prepared)
-                for rank in node.ranks
-            }
             # All ranks first, because they wait for each other; the records, which wait for the disk, afterwards.
-            self._starter.start(launches)
+            self._starter.start(self._plan(network.gang, order))
         except (OSError, ClusterddpError) as error:
             self._fail(f"node {node.node_rank} on {node.host} could not start its ranks: {error}")
             return

@@ -60,7 +60,7 @@ def start_rank(
 
 
 def start_fork_server(
-    run_dir: Path, *, environment: dict[str, str], log: int, listener: int | None = None, python: str | None = None
+    run_dir: Path, *, environment: dict[str, str], log: int, python: str | None = None
 ) -> tuple[int, socket.socket]:
     """Start a fork server (fork_server.py) in a session of its own; return its pid and the socket to it."""
     ours, its = socket.socketpair()
@@ -75,7 +75,6 @@ def start_fork_server(
                     cwd=run_dir,
                     env=environment,
                     start_new_session=True,
-                    pass_fds=() if listener is None else (listener,),
                 )
         except OSError:
             ours.close()

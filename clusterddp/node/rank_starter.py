@@ -6,11 +6,13 @@ In a batch job of Slurm's, its tasks start the ranks (places/slurm/tasks.py).
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import signal
+import socket
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +20,7 @@ from clusterddp.node.preparation import Prepared
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
 from clusterddp.ranks.environment import (
     NCCL_VARIABLES,
+    OF_THE_ATTEMPT,
     SETTINGS,
     SUPERVISOR_PID,
     USERS,
@@ -104,23 +107,45 @@ class Children:
 
     owns_descendants = True
 
-    def __init__(self, environment: Mapping[str, str], supervisor_pid: int, *, ours: bool) -> None:
-        """`ours`: the entry is clusterddp's own."""
+    def __init__(self, environment: Mapping[str, str], supervisor_pid: int, gang: Gang) -> None:
         self._environment = dict(environment) | {SUPERVISOR_PID: str(supervisor_pid)}
-        self._ours = ours
+        self._gang = gang
         self._ranks: dict[int, int] = {}
         """Of ranks that were not reaped yet, by pid."""
         self._updates: list[Update] = []
         self._server: _ForkServer | None = None
+        """That forks the ranks of the attempt."""
+        self._waiting: _ForkServer | None = None
+        """That has imported, or does so, for the next attempt."""
         self._facts: dict[str, Any] = {}
+
+    @property
+    def pids(self) -> set[int]:
+        """Of processes that no cleanup of ranks may end."""
+        return set() if self._waiting is None else {self._waiting.pid}
+
+    def import_for(self, launches: Mapping[int, Launch]) -> None:
+        """Have a process import what these ranks do, unless one has that they can be forked from."""
+        if _why_not_forked(launches) or (self._waiting is not None and self._waiting.suits(launches)):
+            return
+        self.end()
+        self._waiting = _ForkServer.started_for(launches, self._environment)
 
     def start(self, launches: Mapping[int, Launch]) -> None:
         self._facts = {}
-        why_not = _why_not_forked(launches)
-        if why_not:
+        self.import_for(launches)
+        if why_not := _why_not_forked(launches):
             self._start_apart(launches, why_not)
-        else:
-            self._server = _ForkServer(launches, self._environment, ours=self._ours)
+        elif self._waiting is not None:
+            self._server, self._waiting = self._waiting, None
+            ours = self._gang.entry.target.startswith("clusterddp.")
+            self._server.fork(launches, self._environment, ours=ours, once=self._gang.restarts == 0)
+
+    def end(self) -> None:
+        """End the process that waits for another attempt."""
+        if self._waiting is not None:
+            self._waiting.kill()
+            self._waiting = None
 
     def facts(self) -> dict[str, Any]:
         return self._facts
@@ -141,6 +166,9 @@ class Children:
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
         """Take in which children have ended; the others than ranks are orphans that a rank left behind."""
+        if self._waiting is not None and self._waiting.pid in exits:
+            self._waiting.close()
+            self._waiting = None
         if self._server is not None and self._server.pid in exits:
             self._on_server_exit(self._server, exits[self._server.pid])
         for pid, returncode in exits.items():
@@ -151,7 +179,7 @@ class Children:
     def _on_server_exit(self, server: _ForkServer, returncode: int) -> None:
         """Let the forked ranks begin, which are now our children; start them one by one if they were not forked."""
         self._server = None
-        answer = server.read_answer(returncode)
+        answer, self._waiting = server.read_answer(returncode)
         if "refused" in answer:
             server.close()
             try:
@@ -188,50 +216,83 @@ def _why_not_forked(launches: Mapping[int, Launch]) -> str:
     return next(iter(launches.values())).preload.why_not
 
 
+@dataclass(eq=False, slots=True)
 class _ForkServer:
     """The supervisor's side of a fork server."""
 
-    def __init__(self, launches: Mapping[int, Launch], environment: Mapping[str, str], *, ours: bool) -> None:
-        """Start it; its environment has what all ranks have in common, as /proc shows it for each of them."""
-        self.launches = launches
-        values = {rank: launch.values() for rank, launch in launches.items()}
-        listener = next((launch.listener for launch in launches.values() if launch.listener is not None), None)
-        common = dict(set.intersection(*(set(each.items()) for each in values.values())))
+    pid: int
+    _link: socket.socket
+    _preload: Preload
+    _prepared: Prepared
+    _common: dict[str, str]
+    """What the ranks of its first attempt had in common, as /proc shows it for all that are forked from it."""
+    launches: Mapping[int, Launch] = field(default_factory=dict)
+    """Of the ranks that it forks."""
+
+    @classmethod
+    def started_for(cls, launches: Mapping[int, Launch], environment: Mapping[str, str]) -> _ForkServer:
+        """Start one, which imports what these ranks do and then waits for an order to fork."""
         first = next(iter(launches.values()))
-        order = {
-            "modules": first.preload.modules,
-            "ours": ours,
-            "listener": listener,
-            "ranks": {
-                rank: {
-                    "variables": {name: value for name, value in values[rank].items() if name not in common},
-                    "stdout": str(launch.stdout),
-                    "stderr": str(launch.stderr),
-                }
-                for rank, launch in launches.items()
-            },
-        }
-        self.pid, self._link = start_fork_server(
+        common = dict(set.intersection(*(set(launch.values().items()) for launch in launches.values())))
+        common = {name: value for name, value in common.items() if name not in OF_THE_ATTEMPT}
+        pid, link = start_fork_server(
             first.run_dir,
-            environment=first.prepared.applied(environment) | common,
+            environment=first.prepared.applied(environment) | common | first.preload.environment(),
             log=sys.stderr.fileno(),
-            listener=listener,
             python=first.prepared.python,
         )
-        with contextlib.suppress(OSError):  # it has ended, and its exit is handled
-            self._link.sendall(json.dumps(order).encode() + b"\n")
+        return cls(pid, link, first.preload, first.prepared, common)
 
-    def read_answer(self, returncode: int) -> dict[str, Any]:
-        """Return its answer, after its exit."""
-        answer = b""
+    def suits(self, launches: Mapping[int, Launch]) -> bool:
+        """Return whether these ranks import the same in the same way; libraries read OMP_NUM_THREADS then."""
+        first, threads = next(iter(launches.values())), "OMP_NUM_THREADS"
+        how = first.preload, first.prepared, first.values().get(threads)
+        return how == (self._preload, self._prepared, self._common.get(threads))
+
+    def fork(self, launches: Mapping[int, Launch], environment: Mapping[str, str], **how: bool) -> None:
+        """Order it to fork these ranks; `how`: `ours` and `once` of fork_server.py."""
+        self.launches = launches
+        listener = next((launch.listener for launch in launches.values() if launch.listener is not None), None)
+        gone = {name: environment.get(name) for name in self._common}
+        ranks = {
+            rank: {
+                "variables": {
+                    name: value
+                    for name, value in {**gone, **launch.values()}.items()
+                    if value != self._common.get(name)
+                },
+                "stdout": str(launch.stdout),
+                "stderr": str(launch.stderr),
+            }
+            for rank, launch in launches.items()
+        }
+        order = json.dumps({"ranks": ranks, **how}).encode() + b"\n"
+        with contextlib.suppress(OSError):  # it has ended, and its exit is handled
+            sent = socket.send_fds(self._link, [order], [] if listener is None else [listener])
+            self._link.sendall(order[sent:])
+
+    def read_answer(self, returncode: int) -> tuple[dict[str, Any], _ForkServer | None]:
+        """Return its answer, after its exit, and the one that waits in its place."""
+        answer, descriptors = b"", []
         self._link.setblocking(False)
         with contextlib.suppress(OSError):
-            while data := self._link.recv(65536):
+            while True:
+                data, found, _, _ = socket.recv_fds(self._link, 65536, 1)
+                descriptors += found
+                if not data:
+                    break
                 answer += data
+        links = [socket.socket(fileno=descriptor) for descriptor in descriptors]
+        for link in links:
+            link.set_inheritable(False)
         if returncode == 0 and answer.endswith(b"\n"):
-            return dict(json.loads(answer))
+            content = dict(json.loads(answer))
+            waiting = [dataclasses.replace(self, pid=content["waits"], _link=link, launches={}) for link in links]
+            return content, waiting[0] if waiting else None
+        for link in links:
+            link.close()
         how = f"exit code {returncode}" if returncode >= 0 else signal_name(-returncode)
-        return {"refused": f"the fork server ended with {how}"}
+        return {"refused": f"the fork server ended with {how}"}, None
 
     def let_begin(self) -> None:
         with contextlib.suppress(OSError):  # all ranks have ended

@@ -180,9 +180,10 @@ class Supervisor:
             assert place is not None
             listener = socket.socket(fileno=order.tasks)
             self._tasks = place.open_tasks(listener, order.node.ranks, order.node.host, self._selector)
-        ours = order.gang.entry.target.startswith("clusterddp.")
         kind = place.without_tasks if place is not None else Children
-        children = kind(environment, os.getpid(), ours=ours) if self._tasks is None else None
+        children = self._children = kind(environment, os.getpid(), order.gang) if self._tasks is None else None
+        self._imports_ahead = bool(order.terms)
+        """Whether another attempt may want ranks of this node, which are imported for now."""
         rank_starter = children or self._tasks
         assert rank_starter is not None
         self._preparation = Preparation(order, environment)
@@ -223,7 +224,9 @@ class Supervisor:
             starter=rank_starter,
             preparation=self._preparation,
             report=self._report,
-            spared=lambda: frozenset([guard.pid, *self._helpers.pids, *self._copies.pids]),
+            spared=lambda: frozenset(
+                [guard.pid, *self._helpers.pids, *self._copies.pids, *(children.pids if children else ())]
+            ),
         )
 
     def run(self) -> int:
@@ -239,6 +242,7 @@ class Supervisor:
                 part.on_exits(exits)
             self._ranks.tick(now)
             self._follow_preparation()
+            self._import_ahead()
             self._seek(now)
             if now >= self._look_at:
                 self._look_for_takeover(now)
@@ -250,6 +254,8 @@ class Supervisor:
                 with contextlib.suppress(BrokenPipeError):
                     print(json.dumps({"joined": True}), flush=True)
             if self.uplink.exit_code is not None and self._is_done(now):
+                if self._children is not None:
+                    self._children.end()
                 return self.uplink.exit_code
 
     def _open_head(self, *, job: JobWatch | None = None, before: LostHead | None = None) -> HeadHere:
@@ -343,6 +349,7 @@ class Supervisor:
             self._guard.update(attempt=int(order["attempt"]))
         elif order["kind"] == "terms":
             self._terms.learn(order["terms"])
+            self._imports_ahead = True
             self._guard.update(terms=self._terms.written())  # also another supervisor in this one's place knows them
             self._report({"kind": "answered", "term": order["terms"][-1]["number"]})
         elif order["kind"] == "preflight" and "seconds" in order:
@@ -367,6 +374,13 @@ class Supervisor:
         if (error := self._preparation.error) is not None:
             self._preparation.error = None
             self.uplink.report(report_of("failed", error))
+
+    def _import_ahead(self) -> None:
+        """Import for the ranks of a spare while it has none; a node of the attempt is then ordered to start."""
+        if self._imports_ahead and self._preparation.is_over and self._ranks.idle and self._children is not None:
+            self._imports_ahead = False
+            with contextlib.suppress(OSError, ClusterddpError):  # the start of the ranks tries again, and reports it
+                self._children.import_for(self._ranks.plan_ahead())
 
     def _take_place(self, loss: Loss, now: float) -> None:
         """With no ranks left after the loss of the head, let a head of this node decide, if enough nodes join it."""

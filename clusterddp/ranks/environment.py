@@ -64,6 +64,8 @@ PLACE_VARIABLES = frozenset(
     }
 )  # fmt: skip
 """The place of a rank and its rendezvous, by torchrun's names."""
+OF_THE_ATTEMPT = PLACE_VARIABLES | {"CLUSTERDDP_ATTEMPT", STOP_FILE, "TORCHELASTIC_RESTART_COUNT"}
+"""What differs between the attempts of a run."""
 _OF_THE_RUN = frozenset({"CLUSTERDDP_RUN_DIR", "CLUSTERDDP_ATTEMPT", "CLUSTERDDP_INIT_METHOD", STOP_FILE, STEP})
 _OF_THE_START = frozenset({SUPERVISOR_PID, PRELOAD, LISTENER_FD, ALONE})
 _OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SPANK_", "PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "PALS_")

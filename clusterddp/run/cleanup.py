@@ -120,13 +120,13 @@ class Cleanup:
     """
 
     cookies: tuple[str, ...]
-    descendants_but: frozenset[int] | None = None
-    """End the caller's descendants, too, except these pids and their own.
+    but: frozenset[int] = frozenset()
+    """Pids that are not ended."""
+    descendants: bool = False
+    """End the caller's descendants, too, except those of `but`.
 
     This finds processes without a cookie where the system takes no marks.
     """
-    but: int | None = None
-    """The pid of a process that is not ended, although it carries a cookie."""
     answered_by: Callable[[Collection[Process]], str | None] | None = None
     """Names the processes that will end those that were found, for people; None: they are left over.
 
@@ -147,9 +147,9 @@ class Cleanup:
 
     def step(self) -> None:
         """Find processes once and kill them."""
-        found = {process.pid: process for process in find_processes(*self.cookies) if process.pid != self.but}
-        if (but := self.descendants_but) is not None:
-            spared = {*but, *find_descendants(but)}
+        found = {process.pid: process for process in find_processes(*self.cookies) if process.pid not in self.but}
+        if self.descendants:
+            spared = {*self.but, *find_descendants(self.but)}
             own = find_descendants([os.getpid()])
             found |= {pid: process for pid, process in own.items() if pid not in spared}
         self._passes += 1
@@ -173,12 +173,12 @@ class Cleanup:
             time.sleep(0.02)
 
 
-def end_processes(*cookies: str, timeout_s: float, but: int | None = None) -> list[int]:
-    """Kill the processes, `but` one, until two passes in a row find none, or the time is up; return the pids left.
+def end_processes(*cookies: str, timeout_s: float, but: Collection[int] = ()) -> list[int]:
+    """Kill the processes, except `but`, until two passes in a row find none, or the time is up; return the pids left.
 
     It does not reap: the caller still reads the exit codes of its children.
     """
-    cleanup = Cleanup(cookies=cookies, but=but)
+    cleanup = Cleanup(cookies=cookies, but=frozenset(but))
     cleanup.run(timeout_s)
     return cleanup.left
 

@@ -99,7 +99,7 @@ def begin(setting: Setting) -> TrainState:
     """
     spec, group, schedule = setting.spec, setting.group, setting.schedule
     file, saved = read_newest_on_all(setting.store, group, setting.reporter.log)
-    model = place_model(spec, setting.dataset, group)
+    model = place_model(spec, setting.dataset, group, is_restored=saved is not None)
     precision = settle_precision(saved, model, setting)
     kernels = settle_kernels(saved, model, precision, setting)
     optimizer = build_optimizer(model, spec, schedule, precision=precision, compiled=is_compiled(spec, group.device))

@@ -26,14 +26,14 @@ _TRIAL_S = 0.5  # of steps that are short, more are tried
 _WORTH_IT = 1.2  # below it the smaller error of fp32 is worth more than the time
 
 
-def place_model(spec: TrainSpec, dataset: Dataset, group: Group) -> nn.Module:
+def place_model(spec: TrainSpec, dataset: Dataset, group: Group, *, is_restored: bool = False) -> nn.Module:
     """Build the model on the rank's device, channels last, before anything is wrapped around it."""
     if spec.strategy != "ddp" and group.world_size > 1:
         raise ClusterddpError(
             f"train.strategy {spec.strategy} is one process, found {group.world_size} ranks",
             hint="strategy ddp is the one for many",
         )
-    model = build_model(spec, dataset).to(group.device)
+    model = build_model(spec, dataset, is_restored=is_restored).to(group.device)
     if spec.sync_bn:
         if group.device.type != "cuda":
             raise ClusterddpError(

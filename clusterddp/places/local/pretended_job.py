@@ -269,4 +269,4 @@ def _wait_for(run: RunDir, token: str, process: subprocess.Popen[bytes]) -> int:
 
 def _end_job(token: str) -> None:
     """Kill all that the job has left; not submitit's controller, with which the kernel would kill this process."""
-    end_processes(f"{token}.", timeout_s=3.0, but=os.getppid())
+    end_processes(f"{token}.", timeout_s=3.0, but=[os.getppid()])

@@ -20,11 +20,12 @@ if TYPE_CHECKING:
 _WHITENING_IMAGES = 2000  # 1.9 million patches of 2x2 pixels: far more than a 12x12 covariance needs
 
 
-def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
+def build_model(spec: TrainSpec, dataset: Dataset, *, is_restored: bool = False) -> nn.Module:
     """Build the model of `spec` for `dataset` on the CPU, with weights that depend only on `spec.seed` and the data.
 
     Every rank computes the same start; where hosts round differently, DDP's construction makes rank 0's the one that
     counts (it broadcasts parameters and buffers, frozen ones too). The global random state is left as it was.
+    `is_restored`: the weights will come from a checkpoint, so none is computed from the data.
     """
     channels = dataset.train_images.shape[1]
     with torch.random.fork_rng(devices=[]):
@@ -39,8 +40,9 @@ def build_model(spec: TrainSpec, dataset: Dataset) -> nn.Module:
                 hint="train.model=resnet18 takes any size, train.image_size=32 makes them fit",
             )
         model = FastNet(channels=channels, num_classes=dataset.num_classes, width=spec.width)
-    images = _some_images(dataset).cpu()
-    model.whiten_patches(normalize(images, mean=dataset.mean, std=dataset.std, size=dataset.image_size))
+    if not is_restored:
+        images = _some_images(dataset).cpu()
+        model.whiten_patches(normalize(images, mean=dataset.mean, std=dataset.std, size=dataset.image_size))
     return model
 
 

@@ -9,18 +9,29 @@ from pathlib import Path
 
 import pytest
 
+from clusterddp.ranks.environment import OF_THE_ATTEMPT
 from clusterddp.run.gang import Entry
 from clusterddp.run.preload import find_preload
 from tests.support.gang_runs import make_gang, parent_of, running, started
 from tests.support.single_ranks import run_rank, write_script
 from tests.support.waiting import wait_until
 
-DIFFERENT = ("RANK", "LOCAL_RANK", "ROLE_RANK", "TORCHELASTIC_ERROR_FILE")
+DIFFERENT = OF_THE_ATTEMPT | {"TORCHELASTIC_ERROR_FILE"}
+FAILS_ONCE = """
+import ctypes, numpy
+libc = ctypes.CDLL(None)
+libc.getenv.restype = ctypes.c_char_p
+assert libc.getenv(b"CLUSTERDDP_ATTEMPT").decode() == str(attempt)
+up()
+if attempt == 0:
+    until_stop() if rank != 3 else os._exit(9)
+print(rank, os.environ["TORCHELASTIC_RESTART_COUNT"], os.environ["MASTER_PORT"], numpy.random.rand())
+"""
 
 
-def start_facts(gang, node=0):
-    wait_until(gang.attempt().start.exists)
-    return json.loads(gang.attempt().start.read_text())["nodes"][node]
+def start_facts(gang, node=0, attempt=0):
+    wait_until(gang.attempt(attempt).start.exists)
+    return json.loads(gang.attempt(attempt).start.read_text())["nodes"][node]
 
 
 def package(directory: Path, text: str) -> dict[str, str]:
@@ -160,6 +171,51 @@ if "--fork" in sys.orig_argv:
         assert gang.await_end() == [0, 0]
         assert start_facts(gang)["not_forked"] == "the fork server ended with SIGKILL"
         assert len(list(gang.run.path.glob("begun-*"))) == 4
+
+
+def counted(directory: Path) -> dict[str, str]:
+    """Make a numpy whose imports are counted; return the environment by which it is found."""
+    text = f"""
+import os, random as own
+class random:
+    seed, rand = staticmethod(own.seed), staticmethod(own.random)
+import sys
+sys.modules["numpy.random"] = random
+with open({str(directory / "imports")!r}, "a") as file:
+    file.write(f"{{os.getpid()}}\\n")
+"""
+    return package(directory, text)
+
+
+def test_the_next_attempt_is_forked_from_what_was_imported_for_the_first(tmp_path):
+    with running(tmp_path, FAILS_ONCE, restarts=1, env=counted(tmp_path)) as gang:
+        assert gang.await_end() == [0, 0]
+        assert len((tmp_path / "imports").read_text().split()) == 2, "one import for each node"
+        assert [start_facts(gang, node, 1)["import_s"] for node in (0, 1)] == [0.0, 0.0]
+        rows = [gang.attempt(1).stdout(rank).read_text().split() for rank in range(4)]
+        port = json.loads(gang.attempt(1).start.read_text())["master_port"]
+        assert [row[:3] for row in rows] == [[str(rank), "1", str(port)] for rank in range(4)]
+        assert len({row[3] for row in rows}) == 4, "their random numbers differ"
+
+
+def test_what_waits_for_the_next_attempt_may_be_killed(tmp_path):
+    with running(tmp_path, FAILS_ONCE.replace("rank != 3", "True"), restarts=1, env=counted(tmp_path)) as gang:
+        gang.await_up()
+        ranks = {record.pid for record in gang.ranks()}
+        for pid in {*gang.pids("n0"), *gang.pids("n1")} - ranks:
+            os.kill(pid, signal.SIGKILL)
+        os.kill(max(ranks), signal.SIGKILL)
+        assert gang.await_end() == [0, 0]
+        assert gang.end(1).outcome == "COMPLETED"
+        assert len((tmp_path / "imports").read_text().split()) == 4
+
+
+def test_nothing_waits_where_no_attempt_may_follow(tmp_path):
+    with running(tmp_path, "import numpy\nup()\nuntil_stop()\n") as gang:
+        gang.await_up()
+        wait_until(lambda: {*gang.pids("n0"), *gang.pids("n1")} == {record.pid for record in gang.ranks()})
+        gang.attempt().stop_file.write_text("enough")
+        assert gang.await_end() == [0, 0]
 
 
 def test_an_entry_may_ask_not_to_be_forked(tmp_path):
