@@ -82,7 +82,7 @@ def _without_mapping(address: bytes) -> bytes:
 
 
 TERM_GRACE_S = 1.0
-"""The time between SIGTERM and SIGKILL when the gang is ended."""
+"""The time between SIGTERM and SIGKILL when the gang is ended; our own trainer has nothing to do at SIGTERM."""
 _CONNECTIONS_FIRST_S = 1.0
 _CONNECTIONS_EVERY_S = 20.0
 """The kernel lists a connection for 60 s after its end, unless it was reset."""
@@ -173,7 +173,7 @@ class LocalRanks:
         for rank in attempt.running:
             self._starter.signal(rank, signal.SIGTERM)
         attempt.ending = LocalEnding(
-            kill_at=now + TERM_GRACE_S,
+            kill_at=now if self._gang.entry.is_ours else now + TERM_GRACE_S,
             give_up_at=now + self._gang.give_up_s,
             cleanup=Cleanup(cookies=cookies, but=self._spared(), descendants=self._starter.owns_descendants),
         )

@@ -138,8 +138,8 @@ class Children:
             self._start_apart(launches, why_not)
         elif self._waiting is not None:
             self._server, self._waiting = self._waiting, None
-            ours = self._gang.entry.target.startswith("clusterddp.")
-            self._server.fork(launches, self._environment, ours=ours, once=self._gang.restarts == 0)
+            entry, once = self._gang.entry, self._gang.restarts == 0
+            self._server.fork(launches, self._environment, ours=entry.is_ours, once=once)
 
     def end(self) -> None:
         """End the process that waits for another attempt."""
@@ -166,11 +166,11 @@ class Children:
 
     def on_exits(self, exits: Mapping[int, int]) -> None:
         """Take in which children have ended; the others than ranks are orphans that a rank left behind."""
-        if self._waiting is not None and self._waiting.pid in exits:
-            self._waiting.close()
-            self._waiting = None
         if self._server is not None and self._server.pid in exits:
             self._on_server_exit(self._server, exits[self._server.pid])
+        if self._waiting is not None and self._waiting.pid in exits:  # maybe together with the one that has forked it
+            self._waiting.close()
+            self._waiting = None
         for pid, returncode in exits.items():
             rank = self._ranks.pop(pid, None)
             if rank is not None:

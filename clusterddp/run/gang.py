@@ -87,6 +87,11 @@ class Entry:
         return self.stop_aware or self.stop_signal != "none"
 
     @property
+    def is_ours(self) -> bool:
+        """True for the built-in trainer and the like."""
+        return self.target.startswith("clusterddp.")
+
+    @property
     def is_call(self) -> bool:
         """True for a function from Python, which is pickled in the run (run/call.py)."""
         return self.kind == "function" and is_call(self.target)

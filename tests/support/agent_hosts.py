@@ -163,7 +163,7 @@ class Hosts:
         process.kill()
         process.wait()
 
-    def start(self, number: int = 0) -> list[AttemptDir]:
+    def start(self, number: int = 0, *, head: int = 0) -> list[AttemptDir]:
         """Start an attempt on all hosts, as the supervisors would; return its directory on each."""
         attempts = []
         for node_rank, host in enumerate(self.names):
@@ -173,12 +173,16 @@ class Hosts:
             for rank in (2 * node_rank, 2 * node_rank + 1):
                 write_rank(attempt, dataclasses.replace(rank_record(rank), host=host))
             attempts.append(attempt)
-        write_json(attempts[0].start, {"attempt": number, "supervisor": dataclasses.asdict(ProcessIdentity.of())})
+        nodes = sorted(range(len(self.names)), key=lambda node_rank: node_rank != head)
+        start = {"attempt": number, "supervisor": dataclasses.asdict(ProcessIdentity.of())}
+        write_json(attempts[head].start, start | {"nodes": [{"node_rank": node_rank} for node_rank in nodes]})
         return attempts
 
 
 @contextmanager
-def running_hosts(directory: Path, *names: str, fetch: Iterable[str] = ("logs", "metrics")) -> Iterator[Hosts]:
+def running_hosts(
+    directory: Path, *names: str, fetch: Iterable[str] = ("logs", "metrics"), min_nodes: int | None = None
+) -> Iterator[Hosts]:
     hosts = Hosts(directory=directory, names=names)
     run = hosts.run
     for place in (run.checkpoints, run.launcher_dir, run.attempt(0).ranks, run.attempt(0).logs):
@@ -193,7 +197,7 @@ def running_hosts(directory: Path, *names: str, fetch: Iterable[str] = ("logs", 
         root="~/.clusterddp",
         fetch=tuple(fetch),
     )
-    gang = dataclasses.replace(gang, nodes=nodes, run=run.name, token=hosts.token)
+    gang = dataclasses.replace(gang, nodes=nodes, run=run.name, token=hosts.token, min_nodes=min_nodes)
     write_json(run.plan, sealed({"run": run.name, "gang": gang.to_json(), "ssh": ssh.to_json(), "spec": {}}))
     record = RunRecord(
         run=run.name, token=hosts.token, name="t", launcher="ssh", created_ns=time.time_ns(), job_id=f"7@{names[0]}"

@@ -21,6 +21,7 @@ from clusterddp.errors import ClusterddpError, NonsenseError, SshError
 from clusterddp.places.base import Report
 from clusterddp.places.ssh.host_run import HostRun, Kind, Listed, checkpoints_among, locked, unwritable
 from clusterddp.system.files import MAX_RECORD_BYTES, sync_directory, write_bytes
+from clusterddp.wire import read_object
 
 if TYPE_CHECKING:
     from clusterddp.places.ssh.agent.operations import Piece
@@ -89,10 +90,10 @@ def download(session: Session, host_run: HostRun, files: Mapping[str, Listed], r
 
     Raises: SshError.
     """
-    by_kind: dict[Kind, dict[str, Listed]] = {"grows": {}, "events": {}, "whole": {}, "end": {}, "large": {}}
+    by_kind: dict[Kind, dict[str, Listed]] = {"grows": {}, "rows": {}, "whole": {}, "end": {}, "large": {}}
     for path, listed in files.items():
         kind = host_run.kind_of(path)
-        if kind is not None and (kind != "events" or listed[0] <= MAX_RECORD_BYTES):
+        if kind is not None and (kind != "rows" or listed[0] <= MAX_RECORD_BYTES):
             by_kind[kind][path] = listed
     done = Downloaded()
     try:
@@ -101,11 +102,13 @@ def download(session: Session, host_run: HostRun, files: Mapping[str, Listed], r
             if not free:
                 done.goes_on = True
                 return done
-            growing = by_kind["grows"] | by_kind["events"]
+            growing = by_kind["grows"] | by_kind["rows"]
             copies = {path: _copy_of(host_run, path, listed) for path, listed in growing.items()}
             is_whole = _append(session, host_run.name, copies, max_bytes=_TURN_BYTES)
-            if by_kind["events"]:
-                _merge_events(host_run)
+            if by_kind["rows"]:
+                with locked(host_run.run, "rows") as may_merge:
+                    for path in by_kind["rows"] if may_merge else ():
+                        _merge_rows(host_run.place_of(path), host_run.run.path / path)
             _replace(session, host_run, by_kind["whole"])
             _replace(session, host_run, by_kind["end"], only_missing=True)
         done.has_records, done.goes_on = True, not is_whole
@@ -251,16 +254,29 @@ def _replace(session: Session, host_run: HostRun, files: Mapping[str, Listed], *
                 os.utime(place, ns=(answer["mtime_ns"], answer["mtime_ns"]))
 
 
-def _merge_events(host_run: HostRun) -> None:
-    """Add the head's rows to the run's local history, which also has rows of this machine; add none twice."""
-    theirs = host_run.place_of("events.jsonl")
-    ours = host_run.run.events
-    known = set(ours.read_bytes().splitlines()) if ours.exists() else set()
+def _merge_rows(theirs: Path, ours: Path) -> None:
+    """Add a head's rows to the local ones, which are of this machine and of other heads, too; add none twice.
+
+    Metrics stand in the order of their attempts: those of a head that was lost may come late.
+    """
+    lines = ours.read_bytes().splitlines() if ours.exists() else []
+    known = set(lines)
     whole_lines = theirs.read_bytes().rpartition(b"\n")[0].splitlines() if theirs.exists() else []
-    added = b"".join(line + b"\n" for line in whole_lines if line not in known)
-    if added:
+    added = [line for line in whole_lines if line not in known]
+    if lines and added and ours.name == "metrics.jsonl" and _attempt_in(added[0]) < _attempt_in(lines[-1]):
+        merged = sorted([*lines, *added], key=_attempt_in)
+        write_bytes(ours, b"".join(line + b"\n" for line in merged))
+    elif added:
         with open(os.open(ours, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600), "ab") as file:
-            file.write(added)
+            file.write(b"".join(line + b"\n" for line in added))
+
+
+def _attempt_in(line: bytes) -> int:
+    """Return the attempt of a row; 0 of one that has none."""
+    with contextlib.suppress(ValueError):
+        attempt = read_object(line).get("attempt")
+        return attempt if isinstance(attempt, int) else 0
+    return 0
 
 
 def _download_large(session: Session, host_run: HostRun, files: Mapping[str, Listed], report: Report) -> bool:

@@ -35,9 +35,9 @@ if TYPE_CHECKING:
 
 Listed = tuple[int, int]
 """A file in a host's listing: its size in bytes, its mtime in ns since the epoch."""
-Kind = Literal["grows", "whole", "end", "events", "large"]
+Kind = Literal["grows", "whole", "end", "rows", "large"]
 """How a file is downloaded. grows: new bytes are appended. whole: small, replaced at once. end: small, never replaced.
-events: its rows are added to the local ones. large: under a temporary name first, and checked."""
+rows: they are added to the local ones. large: under a temporary name first, and checked."""
 _N = "[0-9]{1,9}"
 _OF_ATTEMPT = re.compile(rf"attempts/{_N}/")
 _MANIFEST = re.compile(rf"checkpoints/step-(?P<step>{_N})-a(?P<attempt>{_N})\.json")
@@ -52,7 +52,7 @@ _FILES: tuple[tuple[str, Kind, str | None], ...] = (
     (rf"attempts/{_N}/end\.json", "end", None),
     (rf"attempts/{_N}/((start|stopped|usage|stacks/[A-Za-z0-9-]{{1,40}})\.json|ASKED)|summary\.json", "whole", None),
     (r"metrics\.jsonl", "grows", None),
-    (r"events\.jsonl", "events", None),
+    (r"events\.jsonl", "rows", None),
     (r"tb/(?s:.*)", "grows", "metrics"),
     (r"(checkpoints|output)/(?s:.*)", "large", "checkpoints"),
 )
@@ -289,7 +289,9 @@ class HostRun:
 
     def place_of(self, path: str) -> Path:
         """Return the local path of a file of the host."""
-        return self.run.launcher_dir / "head-events.jsonl" if path == "events.jsonl" else self.run.path / path
+        if not self._has_rows(path):
+            return self.run.path / path
+        return self.run.launcher_dir / f"node-{self.node.node_rank}-{path}"
 
     def kind_of(self, path: str) -> Kind | None:
         """Return how a file is downloaded; None if it is not.
@@ -298,8 +300,14 @@ class HostRun:
         """
         for pattern, kind, part in _PATTERNS:
             if match := pattern.fullmatch(path):
-                return kind if self._has(match) and (part is None or self._wants(part, match)) else None
+                if not self._has(match) or not (part is None or self._wants(part, match)):
+                    return None
+                return "rows" if self._has_rows(path) else kind
         return None
+
+    def _has_rows(self, path: str) -> bool:
+        """Return whether a file has rows that also come from elsewhere: from this machine, or from other heads."""
+        return path == "events.jsonl" or (path == "metrics.jsonl" and self.is_elastic)
 
     def _has(self, match: re.Match[str]) -> bool:
         """Return whether a file is one that this host writes."""
@@ -313,7 +321,7 @@ class HostRun:
     def _has_of_run(self, path: str) -> bool:
         """Return whether the host writes a file of no rank or node: the head does, and there may have been others."""
         if not self.is_elastic or not path.startswith("attempts/"):
-            return self.is_head
+            return self.is_head or (self.is_elastic and path == "metrics.jsonl")  # of attempts in which it had the head
         if path.endswith("/start.json"):
             return True  # nobody else writes one
         # The end of a head that was lost is written by the next one.

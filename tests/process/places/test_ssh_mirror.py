@@ -213,6 +213,31 @@ def test_the_history_has_the_rows_of_both_sides_once(hosts: Hosts) -> None:
     assert [row["event"] for row in read_jsonl(hosts.run.events)] == ["submitted", "attempt_started", "attempt_ended"]
 
 
+def test_history_and_metrics_have_the_rows_of_each_head(tmp_path: Path) -> None:
+    with running_hosts(tmp_path, "gpu01", "gpu02", min_nodes=1) as hosts:
+        first, second = hosts.on("gpu01"), hosts.on("gpu02")
+
+        def write(run: RunDir, *steps: int) -> None:
+            for step in steps:
+                append_jsonl(run.metrics, {"step": step, "attempt": int(run is second)})
+                append_jsonl(run.events, {"event": step})
+
+        hosts.start(0)
+        write(first, 1, 2, 3)
+        hosts.look()
+        write(first, 4)
+        hosts.down.add("gpu01")
+        hosts.start(1, head=1)
+        write(second, 5)
+        hosts.look()
+        assert [row["step"] for row in read_jsonl(hosts.run.metrics)] == [1, 2, 3, 5]
+        hosts.down.clear()
+        write(second, 6, 7, 8, 9)
+        hosts.look()
+        assert [row["step"] for row in read_jsonl(hosts.run.metrics)] == [1, 2, 3, 4, 5, 6, 7, 8, 9]
+        assert [row["event"] for row in read_jsonl(hosts.run.events)] == [1, 2, 3, 5, 6, 7, 8, 9]
+
+
 def test_the_first_end_here_stays(hosts: Hosts) -> None:
     attempt = hosts.start()[0]
     write_end(hosts.run.attempt(0), AttemptEnd(outcome="FAILED", reason="restarts", will_restart=True))
