@@ -186,8 +186,9 @@ class Ours:
 
     def mend(self) -> bool:
         """Resume the run as a person does; False: it could not be."""
+        reason = self._place.status(self._run)["reason"]
         done = self._place.clusterddp("resume", self._run.name, check=False)
-        print(json.dumps({"resume": done.returncode, "said": done.stderr[-400:]}), flush=True)
+        print(json.dumps({"ended": reason, "resume": done.returncode, "said": done.stderr[-400:]}), flush=True)
         if self._waits.poll() is not None:
             self._waits = self._place.start("wait", self._run.name)
         return done.returncode == 0
