@@ -76,6 +76,8 @@ _SRUN_TIMEOUT_AFTER_FAILURE_S = 1.5
 _GOES_ON_ELSEWHERE = 75
 """Exit code of a job whose run continues in another job: no job with an afterok dependency on it may start."""
 _NODE_FAILURE = re.compile(r"[Nn]ode failure on (\S+)")
+_KILLED = re.compile(r"^srun: error: (\S+): tasks? \S+: (?:Killed|Terminated)", re.M)
+"""Slurm does so that ends, on a node that answers again, an earlier start of the same job."""
 _FIRST_PAUSE_S = 1.0
 _LONGEST_PAUSE_S = 60.0
 _UPDATE_PAUSES_S = (0.0, 0.5, 1.0, 2.0, 4.0, 8.0)
@@ -317,17 +319,19 @@ def _explain(carried: Carried, srun_end: str | None, srun_log: str, signals: Sig
     is_ended = job is not None and job.ends and not job.preempted and job.restarts == start.restart_count
     if is_ended and job is not None and job.reason in {"None", ""}:  # also before this process handled its SIGTERM
         return cancelled("the job was cancelled (scancel)")
-    lost = _NODE_FAILURE.search(srun_log)
+    lost, killed = _NODE_FAILURE.search(srun_log), _KILLED.search(srun_log)
     last_line = srun_log.rstrip().rpartition("\n")[2].strip()
     if signals.ended:
         reason = "Slurm ended the job before its ranks had stopped"
     elif lost:
         reason = f"{lost[1]} is lost: {last_line}"
+    elif killed:
+        reason = f"its tasks on {killed[1]} were killed, and no process recorded how the ranks ended: {last_line}"
     else:
         reason = f"{srun_end}, and no process recorded how the ranks ended" + (f": {last_line}" if last_line else "")
     number = run.newest_attempt().number + 1
-    will_restart = bool(signals.ended or lost) and carried.may_begin(number)
-    host, is_lost = (lost[1], True) if lost else (start.host, False)
+    will_restart = bool(signals.ended or lost or killed) and carried.may_begin(number)
+    host, is_lost = (lost[1], True) if lost else (killed[1] if killed else start.host, False)
     return failed(reason, host=host, log="launcher/tasks.log", goes_on=will_restart, of_node=is_lost)
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 from clusterddp.run.attempts import read_end
 from clusterddp.run.directory import RunDir
 from clusterddp.system.files import read_json
+from tests.support.gang_runs import processes_with
 from tests.support.slurm_person import SlurmPerson
 from tests.support.slurm_runs import await_final_end, await_job_state, claims, job_fields
 from tests.support.waiting import wait_until
@@ -107,6 +110,22 @@ def test_a_spare_of_the_job_takes_the_place_of_a_lost_node(rack: Rack, undisturb
     assert (found["params_sha256"], found["world_size"]) == (undisturbed, 4)
     assert claims(run) == [(job, 0), (job, 0)]
     assert list(run.launcher_dir.glob("slurm_job_*")) == []
+
+
+def test_a_step_whose_processes_were_all_killed_is_followed_by_another_one(rack: Rack, undisturbed: str) -> None:
+    """As Slurm does that ends an earlier start of the job on a node that answers again."""
+    person = SlurmPerson.at(rack, "killed")
+    run = submit(person, elastic=WITH_SPARE, epochs=60)
+    found = processes_with(person.record(run).token)
+    pids = [pid for pid, command in found if "places.slurm.batch" not in command and "srun" not in command]
+    for number in (signal.SIGSTOP, signal.SIGKILL):  # so that none of them records the end of another
+        for pid in pids:
+            os.kill(pid, number)
+    await_attempt(run, 1)
+    end = read_end(run.attempt(0))
+    assert end is not None
+    assert "were killed, and no process recorded how the ranks ended" in end.reason
+    assert summary(run)["params_sha256"] == undisturbed
 
 
 def test_without_a_spare_the_run_goes_on_with_one_node_in_the_same_job_and_a_cancel_leaves_nothing(rack: Rack) -> None:
