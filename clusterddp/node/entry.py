@@ -33,11 +33,7 @@ def run_entry(run_dir: str) -> None:
         entry: dict[str, Any] = json.load(file)["gang"]["entry"]
     rank = int(os.environ.get("RANK", "0"))
     keys = {name: entry[name] for name in ENVIRONMENT_KEYS if name in entry}
-    for name, value in entry_environment(os.environ, **{"init": "tcp"} | keys).items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    change_environment(entry_environment(os.environ, **{"init": "tcp"} | keys))
     if entry.get("output_dir"):
         Path(entry["output_dir"]).mkdir(parents=True, exist_ok=True)
     values = placeholder_values(os.environ, entry.get("counts", "processes"))
@@ -53,6 +49,15 @@ def run_entry(run_dir: str) -> None:
         _run_function(entry, args, _filled(entry.get("kwargs", {}), values))
     else:
         _run_program(entry, args)
+
+
+def change_environment(changes: Mapping[str, str | None]) -> None:
+    """Set variables of this process, and remove those that are None."""
+    for name, value in changes.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
 
 
 def import_first(modules: Iterable[str]) -> None:

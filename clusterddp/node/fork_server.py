@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, NoReturn
 
-from clusterddp.node.entry import import_first
+from clusterddp.node.entry import change_environment, import_first
 from clusterddp.ranks.environment import LISTENER_FD, PRELOAD, SUPERVISOR_PID
 from clusterddp.system.files import open_log
 from clusterddp.system.processes import die_with_parent
@@ -54,7 +54,7 @@ class _Copy(NamedTuple):
 def serve(run_rank: Callable[[], None]) -> None:
     """Import, fork and exit; in the ranks, call `run_rank` and return as it does."""
     supervisor = int(os.environ[SUPERVISOR_PID])
-    _die_with(supervisor)
+    die_with_parent(supervisor)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _SIGNALS}
     link = socket.socket(fileno=os.dup(0))
     try:
@@ -67,7 +67,7 @@ def serve(run_rank: Callable[[], None]) -> None:
         _demand_forkable()
         while True:
             order, listener = _read_order(link)
-            _die_with(supervisor)
+            die_with_parent(supervisor)
             copy = None if order["once"] else _fork_copy()
             if copy is None or copy.pid:
                 break
@@ -97,23 +97,33 @@ def serve(run_rank: Callable[[], None]) -> None:
         os._exit(0)
 
 
-def _die_with(supervisor: int) -> None:
-    """Have the kernel kill this process when the supervisor, its parent, ends."""
-    die_with_parent()
-    if os.getppid() != supervisor:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def _read_order(link: socket.socket) -> tuple[dict[str, Any], int | None]:
     """Wait for the order, with the socket for rank 0 if there is one; exit when the supervisor wants no more ranks."""
-    text, listeners = b"", []
-    while not text.endswith(b"\n"):
-        data, found, _, _ = socket.recv_fds(link, 65536, 1)
-        listeners += found
-        if not data:
-            os._exit(0)
-        text += data
-    return json.loads(text), listeners[0] if listeners else None
+    text, listener = receive_line(link)
+    if not text:
+        os._exit(0)
+    return json.loads(text), listener
+
+
+def send_line(link: socket.socket, content: Mapping[str, Any], descriptor: int | None = None) -> None:
+    """Send one line of JSON, with a descriptor; nothing where the other side has ended, which its exit tells."""
+    line = json.dumps(content).encode() + b"\n"
+    with contextlib.suppress(OSError):
+        sent = socket.send_fds(link, [line], [] if descriptor is None else [descriptor])
+        link.sendall(line[sent:])
+
+
+def receive_line(link: socket.socket) -> tuple[bytes, int | None]:
+    """Receive such a line; it is empty where the other side has ended, or does not block and there is none."""
+    text, descriptors = b"", list[int]()
+    with contextlib.suppress(OSError):
+        while not text.endswith(b"\n"):
+            data, found, _, _ = socket.recv_fds(link, 65536, 1, socket.MSG_CMSG_CLOEXEC)
+            descriptors += found
+            if not data:
+                break
+            text += data
+    return text if text.endswith(b"\n") else b"", descriptors[0] if descriptors else None
 
 
 def _fork_copy() -> _Copy:
@@ -130,8 +140,7 @@ def _fork_copy() -> _Copy:
 
 def _answer(link: socket.socket, answer: Mapping[str, Any], copy: _Copy | None = None) -> NoReturn:
     """Send the answer, and exit without Python's own end, which is left to the ranks."""
-    with contextlib.suppress(OSError):
-        socket.send_fds(link, [json.dumps(answer).encode() + b"\n"], [] if copy is None else [copy.link.fileno()])
+    send_line(link, answer, None if copy is None else copy.link.fileno())
     os._exit(0)
 
 
@@ -216,11 +225,7 @@ def _become_rank(
             os.write(2, printed)
     except OSError:
         os._exit(1)
-    for name, value in variables.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+    change_environment(variables)
     if "numpy.random" in sys.modules:
         sys.modules["numpy.random"].seed()  # as after an import of its own
     gc.enable()

@@ -90,11 +90,8 @@ def run_rank(run_dir: str) -> None:
 def _die_with_supervisor() -> None:
     """Have the kernel kill this process when the supervisor ends."""
     expected = os.environ.pop("CLUSTERDDP_SUPERVISOR_PID", None)
-    if expected is None:
-        return
-    die_with_parent()
-    if os.getppid() != int(expected):
-        os.kill(os.getpid(), signal.SIGKILL)
+    if expected is not None:
+        die_with_parent(int(expected))
 
 
 def _stop_on_signal() -> None:

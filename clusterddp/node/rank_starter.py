@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
+from clusterddp.node.fork_server import receive_line, send_line
 from clusterddp.node.preparation import Prepared
 from clusterddp.node.processes import signal_group, start_fork_server, start_rank
 from clusterddp.ranks.environment import (
@@ -133,10 +134,11 @@ class Children:
 
     def start(self, launches: Mapping[int, Launch]) -> None:
         self._facts = {}
-        self.import_for(launches)
         if why_not := _why_not_forked(launches):
             self._start_apart(launches, why_not)
-        elif self._waiting is not None:
+            return
+        self.import_for(launches)
+        if self._waiting is not None:
             self._server, self._waiting = self._waiting, None
             entry, once = self._gang.entry, self._gang.restarts == 0
             self._server.fork(launches, self._environment, ours=entry.is_ours, once=once)
@@ -266,30 +268,19 @@ class _ForkServer:
             }
             for rank, launch in launches.items()
         }
-        order = json.dumps({"ranks": ranks, **how}).encode() + b"\n"
-        with contextlib.suppress(OSError):  # it has ended, and its exit is handled
-            sent = socket.send_fds(self._link, [order], [] if listener is None else [listener])
-            self._link.sendall(order[sent:])
+        send_line(self._link, {"ranks": ranks, **how}, listener)
 
     def read_answer(self, returncode: int) -> tuple[dict[str, Any], _ForkServer | None]:
         """Return its answer, after its exit, and the one that waits in its place."""
-        answer, descriptors = b"", []
         self._link.setblocking(False)
-        with contextlib.suppress(OSError):
-            while True:
-                data, found, _, _ = socket.recv_fds(self._link, 65536, 1)
-                descriptors += found
-                if not data:
-                    break
-                answer += data
-        links = [socket.socket(fileno=descriptor) for descriptor in descriptors]
-        for link in links:
-            link.set_inheritable(False)
-        if returncode == 0 and answer.endswith(b"\n"):
-            content = dict(json.loads(answer))
-            waiting = [dataclasses.replace(self, pid=content["waits"], _link=link, launches={}) for link in links]
-            return content, waiting[0] if waiting else None
-        for link in links:
+        text, descriptor = receive_line(self._link)
+        link = None if descriptor is None else socket.socket(fileno=descriptor)
+        if returncode == 0 and text:
+            answer = dict(json.loads(text))
+            if link is None:
+                return answer, None
+            return answer, dataclasses.replace(self, pid=answer["waits"], _link=link, launches={})
+        if link is not None:
             link.close()
         how = f"exit code {returncode}" if returncode >= 0 else signal_name(-returncode)
         return {"refused": f"the fork server ended with {how}"}, None

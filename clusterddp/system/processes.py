@@ -60,9 +60,14 @@ class Process:
         return True
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends; one that has ended before the call is not noticed."""
+def die_with_parent(parent: int | None = None) -> None:
+    """Have the kernel kill this process when its parent ends.
+
+    `parent`: its pid; this process ends at once where it has ended already, which None leaves unnoticed.
+    """
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if parent is not None and os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def end_by(number: int) -> NoReturn:
